@@ -1,0 +1,1 @@
+"""Durable progress for long jobs. Knows no language model."""

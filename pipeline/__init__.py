@@ -1,0 +1,1 @@
+"""The product: reads records, runs tasks over the engine, writes results."""

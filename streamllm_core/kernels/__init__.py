@@ -1,0 +1,1 @@
+"""CUDA kernels, each with a torch reference next door."""

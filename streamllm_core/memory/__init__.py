@@ -1,0 +1,1 @@
+"""Where bytes live while the model runs."""

@@ -1,0 +1,1 @@
+"""Where layer bytes come from."""
