@@ -8,7 +8,10 @@ from typing import Literal, Protocol
 import torch
 
 from streamllm_core.errors import ModelError
+from streamllm_core.weights.default_model import DEFAULT_MODEL, SHA256, default_model_file
 from streamllm_core.weights.folder import FolderSource
+from streamllm_core.weights.gguf_source import open_gguf
+from streamllm_core.weights.hub import open_hub
 
 
 class WeightSource(Protocol):
@@ -45,8 +48,27 @@ def open_source(
     token: str | bool | None = None,
     dtype: torch.dtype | Literal["auto"] = "auto",
 ) -> WeightSource:
-    """Open a model by path."""
-    path = Path(name_or_path).expanduser()
-    if not path.is_dir():
-        raise ModelError(f"{name_or_path}: no such folder")
-    return FolderSource(path, name=str(name_or_path))
+    """Open a model by alias, path or hub id.
+
+    The alias of the default model comes first, then what exists on disk: a folder with safetensors or a .gguf file.
+    What merely looks like a path and does not exist is an error; everything else is a hub id, for which `revision`
+    and `token` count. `dtype` is the type the caller computes in, if known: it only decides how a GGUF's weights are
+    stored when they are converted ("auto" and float32: exactly). Raises ModelError for all that the user can mend.
+    """
+    name = str(name_or_path)
+    if name == DEFAULT_MODEL:
+        return open_gguf(default_model_file(), name=name, dtype=dtype, expected_sha256=SHA256)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return FolderSource(path, name=name)
+    if path.suffix.lower() == ".gguf" and path.is_file():
+        return open_gguf(path, name=name, dtype=dtype)
+    if path.exists():
+        raise ModelError(f"{name}: neither a folder with safetensors nor a .gguf file; give the folder it lies in")
+    if isinstance(name_or_path, Path) or _looks_like_path(name):
+        raise ModelError(f"{name}: no such file or folder")
+    return open_hub(name, revision=revision, token=token)
+
+
+def _looks_like_path(name: str) -> bool:
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name or name.lower().endswith(".gguf")
