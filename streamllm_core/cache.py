@@ -1,0 +1,237 @@
+"""RollingCache: for each stream and layer, S pinned tokens (attention sinks) and a ring of the most recent ones.
+
+Source: Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2023). Keys are stored rotated to
+their true position, once. A stream's token j lives in row j of its slot while j < S, else in row
+S + (j - S) mod C, with C = R + H: R tokens are visible, and the headroom H keeps what an excursion or a chunk must
+not overwrite.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from streamllm_core.architectures import LayerGeometry
+from streamllm_core.errors import NoFreeStream, WindowError
+from streamllm_core.layout import MicroBatch
+
+MAX_HOLES = 8
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A place in a stream to come back to. Holds no keys: the ring's headroom keeps them."""
+
+    length: int
+    holes: tuple[tuple[int, int], ...]
+    last_hidden: Tensor | None
+
+
+@dataclass(eq=False)
+class Stream:
+    """One text being read: ``length`` tokens so far, the first ``sinks`` of them pinned."""
+
+    slot: int
+    sinks: int
+    length: int = 0
+    holes: tuple[tuple[int, int], ...] = ()
+    last_hidden: Tensor | None = field(default=None, repr=False)
+    marked: int | None = None
+
+    def mark(self) -> Mark:
+        """Begin an excursion; ``rewind`` ends it. Excursions do not nest."""
+        if self.marked is not None:
+            raise ValueError("this stream is on an excursion already")
+        self.marked = self.length
+        return Mark(self.length, self.holes, self.last_hidden)
+
+    def rewind(self, mark: Mark) -> None:
+        """Forget all tokens since ``mark``; the stream is bit-identical to one that never saw them."""
+        self.length, self.holes, self.last_hidden = mark.length, mark.holes, mark.last_hidden
+        self.marked = None
+
+
+class RingLayer:
+    """Keys and values of one layer, [slots, kv_heads, rows, head_dim], rows = S_max + C."""
+
+    def __init__(
+        self,
+        geometry: LayerGeometry,
+        slots: int,
+        max_sinks: int,
+        headroom: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.pins = geometry.pins
+        self.recent = geometry.recent
+        self.capacity = geometry.recent + headroom
+        rows = self.capacity + (max_sinks if geometry.pins else 0)
+        self.keys = torch.zeros(slots, kv_heads, rows, head_dim, dtype=dtype, device=device)
+        self.values = torch.zeros_like(self.keys)
+
+    def sinks(self, sinks: int) -> int:
+        """How many of a stream's pinned tokens this layer pins."""
+        return sinks if self.pins else 0
+
+    def used(self, sinks: int, length: int) -> int:
+        """Number of leading rows that a stream of ``length`` tokens has written."""
+        return min(length, self.sinks(sinks) + self.capacity)
+
+    def write(self, batch: MicroBatch, keys: Tensor, values: Tensor) -> None:
+        """Store a micro-batch: keys, values [tokens, kv_heads, head_dim]."""
+        rows = batch.memo(("rows", self.pins, self.capacity), lambda: self._rows(batch))
+        self.keys[batch.slots, :, rows] = keys
+        self.values[batch.slots, :, rows] = values
+
+    def _rows(self, batch: MicroBatch) -> Tensor:
+        sinks = batch.sinks if self.pins else torch.zeros_like(batch.sinks)
+        ring = sinks + (batch.positions - sinks) % self.capacity
+        return torch.where(batch.positions < sinks, batch.positions, ring)
+
+    def labels(self, sinks: int, last: int, rows: int) -> Tensor:
+        """Stream position held by each of the first ``rows`` rows once token ``last`` is written (int64 [rows], CPU);
+        -1 where no token of this stream is."""
+        row = torch.arange(rows)
+        ring = last - (last - row) % self.capacity
+        first = self.sinks(sinks)
+        held = torch.where(row < first, row, torch.where(ring >= first, ring, -1))
+        return torch.where(held <= last, held, -1)
+
+    def logical_rows(self, sinks: int, length: int) -> Tensor:
+        """Rows of the tokens still visible, oldest first: the pinned ones, then at most R (int64, CPU)."""
+        first = self.sinks(sinks)
+        pinned = torch.arange(min(first, length))
+        recent = torch.arange(max(first, length - self.recent), max(length, first))
+        return torch.cat([pinned, first + (recent - first) % self.capacity])
+
+
+class RollingCache:
+    """The rings of all layers for a fixed number of stream slots.
+
+    Memory is constant: slots × Σ over layers of 2 × kv_heads × rows × head_dim × itemsize bytes.
+    """
+
+    def __init__(
+        self,
+        geometries: list[LayerGeometry],
+        *,
+        slots: int,
+        max_sinks: int,
+        headroom: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.max_sinks = max_sinks
+        self.headroom = headroom
+        self.slots = slots
+        self.layers = [
+            RingLayer(geometry, slots, max_sinks, headroom, kv_heads, head_dim, dtype, device)
+            for geometry in geometries
+        ]
+        self.recent = max(layer.recent for layer in self.layers)
+        self._free = list(range(slots))
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free)
+
+    def open(self, sinks: int) -> Stream:
+        """A new stream whose first ``sinks`` tokens will be pinned. Raises NoFreeStream, WindowError."""
+        if sinks > self.max_sinks:
+            raise WindowError(f"the pinned prefix has {sinks} tokens, but only {self.max_sinks} were planned for.")
+        if not self._free:
+            raise NoFreeStream(f"all {self.slots} stream slots are in use.")
+        stream = Stream(self._free.pop(0), sinks)
+        for layer in self.layers:  # no leftover may reach a product with a zero weight: 0 × NaN is NaN
+            layer.keys[stream.slot].zero_()
+            layer.values[stream.slot].zero_()
+        return stream
+
+    def close(self, stream: Stream) -> None:
+        """Give the slot back. The stream must not be used any more."""
+        if stream.slot in self._free or stream.slot < 0:
+            raise ValueError("this stream is closed already")
+        self._free.append(stream.slot)
+        self._free.sort()  # low slots first keeps decode batches dense
+        stream.slot = -1
+
+    def fork(self, stream: Stream) -> Stream:
+        """A copy of ``stream`` in a slot of its own: constant size, whatever was read. Raises NoFreeStream."""
+        if not self._free:
+            raise NoFreeStream(f"all {self.slots} stream slots are in use.")
+        copy = Stream(self._free.pop(0), stream.sinks, stream.length, stream.holes, stream.last_hidden)
+        for layer in self.layers:
+            layer.keys[copy.slot].copy_(layer.keys[stream.slot])
+            layer.values[copy.slot].copy_(layer.values[stream.slot])
+        return copy
+
+    def evict(self, stream: Stream, start: int, stop: int) -> None:
+        """Hide the tokens [start, stop) from now on. Survivors keep their distances. Raises ValueError.
+
+        At most ``MAX_HOLES`` spans can be hidden at a time; one that has left the window does not count.
+        """
+        if not stream.sinks <= start < stop <= stream.length:
+            raise ValueError(
+                f"cannot evict [{start}, {stop}): the stream holds [{stream.sinks}, {stream.length}) beside its sinks"
+            )
+        holes: list[tuple[int, int]] = []
+        for begin, end in sorted([*stream.holes, (start, stop)]):
+            if end <= stream.length - self.recent:
+                continue
+            if holes and begin <= holes[-1][1]:
+                holes[-1] = (holes[-1][0], max(end, holes[-1][1]))
+            else:
+                holes.append((begin, end))
+        if len(holes) > MAX_HOLES:
+            raise ValueError(f"more than {MAX_HOLES} evicted spans in one window")
+        stream.holes = tuple(holes)
+
+    def check_room(self, stream: Stream, tokens: int) -> None:
+        """Raise WindowError when ``tokens`` more would overwrite what a rewind needs."""
+        if stream.marked is not None and stream.length + tokens - stream.marked > self.headroom:
+            raise WindowError(
+                f"an excursion of {stream.length + tokens - stream.marked} tokens exceeds the {self.headroom} "
+                "planned for; raise EngineConfig.excursion."
+            )
+
+    def snapshot(self, stream: Stream) -> dict[str, Tensor]:
+        """The stream in logical order: at most S + R tokens a layer, whatever was read. Tensors are copies on the CPU.
+
+        Keys: ``state`` int64 [length, sinks, holes…], ``last_hidden`` [hidden], ``keys.i`` and ``values.i``
+        [kv_heads, tokens, head_dim] for layer i.
+        """
+        if stream.marked is not None:
+            raise ValueError("a stream on an excursion cannot be saved; rewind it first")
+        flat = [edge for hole in stream.holes for edge in hole]
+        tensors = {"state": torch.tensor([stream.length, stream.sinks, *flat])}
+        if stream.last_hidden is not None:
+            tensors["last_hidden"] = stream.last_hidden.cpu().clone()
+        for index, layer in enumerate(self.layers):
+            rows = layer.logical_rows(stream.sinks, stream.length).to(layer.keys.device)
+            tensors[f"keys.{index}"] = layer.keys[stream.slot].index_select(1, rows).cpu()
+            tensors[f"values.{index}"] = layer.values[stream.slot].index_select(1, rows).cpu()
+        return tensors
+
+    def restore(self, tensors: dict[str, Tensor]) -> Stream:
+        """The stream that ``snapshot`` saved, in a free slot. Raises NoFreeStream, WindowError, ValueError."""
+        length, sinks, *flat = tensors["state"].tolist()
+        stream = self.open(sinks)
+        stream.length = length
+        stream.holes = tuple(zip(flat[::2], flat[1::2], strict=True))
+        if "last_hidden" in tensors:
+            stream.last_hidden = tensors["last_hidden"].to(self.layers[0].keys)
+        for index, layer in enumerate(self.layers):
+            rows = layer.logical_rows(sinks, length).to(layer.keys.device)
+            if tensors[f"keys.{index}"].shape[1] != len(rows):
+                self.close(stream)
+                raise ValueError("this snapshot was taken with another window")
+            layer.keys[stream.slot][:, rows] = tensors[f"keys.{index}"].to(layer.keys)
+            layer.values[stream.slot][:, rows] = tensors[f"values.{index}"].to(layer.values)
+        return stream

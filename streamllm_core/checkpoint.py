@@ -1,0 +1,107 @@
+"""Checkpoint: a weight source under the names and shapes that the model's modules use.
+
+Files may name tensors differently from modules (single experts against one 3-D tensor, old prefixes); transformers
+keeps that knowledge as conversion mappings, and those are applied here, layer by layer.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+from streamllm_core.errors import ModelError
+from streamllm_core.skeleton import Skeleton
+from streamllm_core.weights import WeightSource
+
+
+@dataclass
+class _Recipe:
+    """How one module tensor (or several) comes from stored ones."""
+
+    converter: WeightConverter | None
+    parts: list[tuple[str, str]] = field(default_factory=list)  # (stored name, pattern of the converter)
+
+
+class Checkpoint:
+    """Tensors by module name, read when asked for."""
+
+    def __init__(self, source: WeightSource, skeleton: Skeleton) -> None:
+        """Raises ModelError when the checkpoint lacks tensors of the model."""
+        self.source = source
+        self._model = skeleton.causal
+        self._wanted: dict[str, Tensor] = dict(skeleton.causal.state_dict())
+        self._recipes = self._plan()
+        tied = {f"{name}.weight" for name, module in self._model.named_modules() if module is skeleton.output}
+        have = {name for first, recipe in self._recipes.items() for name in self._targets(first, recipe)}
+        missing = sorted(set(self._wanted) - have - (tied if skeleton.tied else set()))
+        if missing:
+            shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+            raise ModelError(f"{source.name}: the checkpoint lacks {shown}; it is incomplete or of another model.")
+
+    def tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        """(module name, tensor on the CPU in its stored dtype) of everything under ``prefix``. Raises ModelError."""
+        for first, recipe in self._recipes.items():
+            if not first.startswith(prefix):
+                continue
+            for name, tensor in self._cook(first, recipe):
+                wanted = self._wanted[name]
+                if tensor.shape != wanted.shape:
+                    raise ModelError(
+                        f"{self.source.name}: {name} has shape {list(tensor.shape)}, expected {list(wanted.shape)}."
+                    )
+                yield name, tensor
+            for stored, _ in recipe.parts:
+                self.source.release(stored)
+
+    def fill(self, prefix: str, views: dict[str, Tensor]) -> None:
+        """Copy everything under ``prefix`` into ``views`` (named without the prefix), casting to their dtypes."""
+        for name, tensor in self.tensors(prefix):
+            views[name.removeprefix(prefix)].data.copy_(tensor)
+
+    def names(self) -> list[str]:
+        """Module names that have a recipe."""
+        return list(self._recipes)
+
+    def _plan(self) -> dict[str, _Recipe]:
+        mapping = get_model_conversion_mapping(self._model)
+        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+        base = self._model.base_model_prefix
+        recipes: dict[str, _Recipe] = {}
+        for stored in sorted(self.source.names(), key=dot_natural_key):
+            name, pattern = rename_source_key(stored, renamings, converters, base, self._wanted)
+            if name not in self._wanted and stored in self._wanted:
+                name, pattern = stored, None
+            if name in self._wanted:
+                recipe = recipes.setdefault(name, _Recipe(by_pattern[pattern] if pattern else None))
+                recipe.parts.append((stored, pattern or stored))
+        return recipes
+
+    def _targets(self, first: str, recipe: _Recipe) -> list[str]:
+        if recipe.converter is None:
+            return [first]
+        targets: list[str] = recipe.converter.target_patterns
+        return [first.replace(targets[0], target) for target in targets]
+
+    def _cook(self, first: str, recipe: _Recipe) -> Iterator[tuple[str, Tensor]]:
+        if recipe.converter is None:
+            yield first, self.source.tensor(recipe.parts[0][0])
+            return
+        converter: Any = copy.deepcopy(recipe.converter)
+        for stored, pattern in recipe.parts:
+            converter.add_tensor(first, stored, pattern, self.source.tensor(stored))
+        for name, tensor in converter.convert(first, model=self._model, config=self._model.config).items():
+            yield name, tensor[0] if isinstance(tensor, list) else tensor
+
+
+def parameter_count(source: WeightSource) -> int:
+    """Number of stored weights."""
+    return sum(torch.Size(source.header(name)[1]).numel() for name in source.names())

@@ -1,0 +1,296 @@
+"""Engine: many streams, packed passes. Open a stream, submit requests, step until they are finished."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from streamllm_core.architectures import head_shape, layer_geometries
+from streamllm_core.cache import RollingCache, Stream
+from streamllm_core.errors import WindowError
+from streamllm_core.layout import Run, micro_batches
+from streamllm_core.memory.budget import fit_streams
+from streamllm_core.request import Request
+from streamllm_core.rotary import Rotary
+from streamllm_core.sampling import choose
+from streamllm_core.scheduler import Work, plan_pass
+
+if TYPE_CHECKING:
+    from streamllm_core.model import StreamingModel
+
+DEFAULT_STREAMS = {"cpu": 16, "cuda": 64}
+DEFAULT_PASS_TOKENS = {"cpu": 1024, "cuda": 8192}
+DEFAULT_MICRO_TOKENS = {"cpu": 256, "cuda": 4096}
+LOGIT_ROWS = 512  # rows that go through the head together when every position is scored
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Sizes of an engine, in tokens unless said otherwise. None: chosen from the device and the budget.
+
+    window: R, how many tokens before the query stay visible beside the pinned ones.
+    sinks: the longest pinned prefix, S.
+    excursion: the longest question + answer that is to be rewound.
+    streams: texts in flight.
+    pass_tokens: how many tokens one pass over the weights takes at most.
+    micro_tokens: how many of them go through a layer together; bounds the activation memory.
+    """
+
+    window: int = 2048
+    sinks: int = 4
+    excursion: int = 512
+    streams: int | None = None
+    pass_tokens: int | None = None
+    micro_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.window < 1 or self.sinks < 0 or self.excursion < 0:
+            raise ValueError("window must be at least 1, sinks and excursion at least 0")
+        for name in ("streams", "pass_tokens", "micro_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+
+
+class Engine:
+    """Runs requests of many streams through a model in shared passes.
+
+    Counters: ``passes`` over the weights, ``tokens_read``, ``tokens_generated``.
+    """
+
+    def __init__(self, model: StreamingModel, config: EngineConfig, available: int | None = None) -> None:
+        """``available``: bytes for caches and activations; None means no limit is checked.
+
+        Raises WindowError when S + R + 1 exceeds the context the model was trained for, BudgetError when not even
+        one stream fits.
+        """
+        span = config.sinks + config.window + 1
+        if span > model.trained_context:
+            raise WindowError(
+                f"sinks + window + 1 = {config.sinks} + {config.window} + 1 = {span} tokens, but {model.name} was "
+                f"trained for {model.trained_context}; use a window of at most "
+                f"{model.trained_context - config.sinks - 1}."
+            )
+        kind = model.device.type
+        self.model = model
+        self.config = config
+        self.pass_tokens = config.pass_tokens or DEFAULT_PASS_TOKENS[kind]
+        self.micro_tokens = min(config.micro_tokens or DEFAULT_MICRO_TOKENS[kind], self.pass_tokens)
+        headroom = max(self.micro_tokens, config.excursion)
+        geometries = layer_geometries(model.config, config.window)
+        heads, kv_heads, head_dim = head_shape(model.config)
+        rows = sum(g.recent + headroom + (config.sinks if g.pins else 0) for g in geometries)
+        self.stream_bytes = 2 * rows * kv_heads * head_dim * model.dtype.itemsize
+        streams = config.streams or DEFAULT_STREAMS[kind]
+        if available is not None:
+            streams = fit_streams(available, self.stream_bytes, self._activation_bytes(heads, head_dim), streams)
+        self.cache = RollingCache(
+            geometries,
+            slots=streams,
+            max_sinks=config.sinks,
+            headroom=headroom,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            dtype=model.dtype,
+            device=model.device,
+        )
+        self.rotary = Rotary(model.rotary_module, span, [g.layer_type for g in geometries])
+        self.passes = self.tokens_read = self.tokens_generated = 0
+        self._requests: list[Request] = []
+        self._pins: dict[tuple[int, ...], dict[str, Tensor]] = {}
+
+    def _activation_bytes(self, heads: int, head_dim: int) -> int:
+        """An upper estimate of what a pass needs beside weights and cache."""
+        config = self.model.config
+        widest = max(getattr(config, "intermediate_size", 0) or 0, heads * head_dim, config.hidden_size)
+        in_layer = self.micro_tokens * (6 * widest + 8 * heads * head_dim) * max(self.model.dtype.itemsize, 4)
+        return in_layer + self.pass_tokens * config.hidden_size * 3 * 4 + LOGIT_ROWS * config.vocab_size * 8
+
+    # --- streams ---------------------------------------------------------------------------------------------
+
+    @property
+    def free_streams(self) -> int:
+        return self.cache.free_slots
+
+    @property
+    def streams(self) -> int:
+        return self.cache.slots
+
+    def open(self, pin: Sequence[int] = (), *, sinks: int | None = None) -> Stream:
+        """A new stream that begins with ``pin``, whose tokens are never evicted.
+
+        A pin is computed once and then copied. ``sinks`` pins the first tokens that will be read instead. Raises
+        NoFreeStream, WindowError.
+        """
+        key = tuple(pin)
+        if not key:
+            return self.cache.open(sinks or 0)
+        if key in self._pins:
+            return self.cache.restore(self._pins[key])
+        stream = self.cache.open(len(key))
+        for start in range(0, len(key), self.pass_tokens):
+            self.forward([(stream, key[start : start + self.pass_tokens])])
+        self._pins[key] = self.cache.snapshot(stream)
+        return stream
+
+    def fork(self, stream: Stream) -> Stream:
+        """A copy of ``stream`` that goes its own way. Raises NoFreeStream."""
+        return self.cache.fork(stream)
+
+    def close(self, stream: Stream) -> None:
+        """Free the slot; a request still running on the stream is dropped."""
+        self._requests = [request for request in self._requests if request.stream is not stream]
+        self.cache.close(stream)
+
+    def evict(self, stream: Stream, start: int, stop: int) -> None:
+        """Hide the stream's tokens [start, stop) from all later ones."""
+        self.cache.evict(stream, start, stop)
+
+    def snapshot(self, stream: Stream) -> dict[str, Tensor]:
+        """The stream as named CPU tensors of constant size, for safetensors."""
+        return self.cache.snapshot(stream)
+
+    def restore(self, tensors: dict[str, Tensor]) -> Stream:
+        """The stream of a snapshot; later logits are bit-identical."""
+        return self.cache.restore(tensors)
+
+    # --- requests --------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._requests)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises ValueError when its stream has one already or there is nothing to do, WindowError
+        when the excursion is longer than planned for."""
+        if any(other.stream is request.stream for other in self._requests):
+            raise ValueError("this stream has a request that is not finished")
+        if not request.tokens and request.stream.last_hidden is None:
+            raise ValueError("an empty stream needs tokens to begin with")
+        if not request.tokens and not request.max_new_tokens:
+            raise ValueError("a request needs tokens to read or to generate")
+        if request.excursion:
+            longest = len(request.tokens) + max(request.max_new_tokens - 1, 0)
+            if longest > self.cache.headroom:
+                raise WindowError(
+                    f"an excursion of {longest} tokens exceeds the {self.cache.headroom} planned for; "
+                    "raise EngineConfig.excursion."
+                )
+            request.mark = request.stream.mark()
+        if request.spans:
+            request.span_states = torch.zeros(len(request.spans), self.model.config.hidden_size)
+        self._requests.append(request)
+
+    def step(self) -> list[Request]:
+        """Run one pass over the weights; the requests that it finished, in the order submitted."""
+        works = plan_pass(self._requests, self.pass_tokens)
+        if works:
+            before = [work.request.stream.last_hidden for work in works]
+            tap = _Tap(works)
+            hidden = self.forward([(work.request.stream, work.tokens) for work in works], tap.rows)
+            tap.collect(self.model.state.tapped)
+            pieces = hidden.split([len(work.tokens) for work in works])
+            for work, last, rows in zip(works, before, pieces, strict=True):
+                if work.request.score:
+                    self._score(work, last, rows)
+                work.request.absorb(work.tokens)
+                self.tokens_read += len(work.tokens)
+        self._generate([request for request in self._requests if request.fed == len(request.tokens)])
+        finished = [request for request in self._requests if request.finish_reason]
+        self._requests = [request for request in self._requests if not request.finish_reason]
+        for request in finished:
+            if request.mark is not None:
+                request.stream.rewind(request.mark)
+        return finished
+
+    @torch.inference_mode()
+    def forward(self, pieces: Sequence[tuple[Stream, Sequence[int]]], tap_rows: Sequence[int] = ()) -> Tensor:
+        """One packed pass: append tokens to streams, each stream once. Returns [tokens, hidden] behind the final norm.
+
+        ``tap_rows``: rows whose hidden states at two thirds of the depth are kept in ``model.state.tapped``.
+        """
+        runs: list[Run] = []
+        for stream, tokens in pieces:
+            self.cache.check_room(stream, len(tokens))
+            runs.append(Run(stream.slot, 0, len(tokens), stream.length, stream.sinks, stream.holes))
+        state = self.model.state
+        state.cache, state.rotary = self.cache, self.rotary
+        state.batches = micro_batches(runs, self.micro_tokens, self.model.device)
+        state.tap_rows = torch.tensor(tap_rows, device=self.model.device) if tap_rows else None
+        hidden = self.model.forward([token for _, tokens in pieces for token in tokens])
+        self.passes += 1
+        end = 0
+        for stream, tokens in pieces:
+            end += len(tokens)
+            stream.length += len(tokens)
+            stream.last_hidden = hidden[end - 1].clone()
+        return hidden
+
+    @torch.inference_mode()
+    def _score(self, work: Work, last: Tensor | None, rows: Tensor) -> None:
+        tokens, context = list(work.tokens), rows[:-1]
+        if last is None:
+            tokens = tokens[1:]
+        else:
+            context = torch.cat([last[None], context])
+        for start in range(0, len(tokens), LOGIT_ROWS):
+            part = torch.tensor(tokens[start : start + LOGIT_ROWS], device=rows.device)
+            logits = self.model.head(context[start : start + LOGIT_ROWS])
+            chosen = logits.gather(1, part[:, None])[:, 0] - logits.logsumexp(-1)
+            work.request.logprobs.extend(chosen.tolist())
+
+    @torch.inference_mode()
+    def _generate(self, requests: list[Request]) -> None:
+        """Give each request its next token, or finish it."""
+        wanting = [request for request in requests if request.max_new_tokens]
+        for start in range(0, len(wanting), LOGIT_ROWS):
+            part = wanting[start : start + LOGIT_ROWS]
+            logits = self.model.head(torch.stack([_context(request) for request in part]))
+            best = logits.argmax(-1).tolist()
+            for row, (request, token) in enumerate(zip(part, best, strict=True)):
+                if request.sampling.temperature:
+                    token = choose(logits[row], request.sampling, len(request.generated))
+                request.accept(token)
+                self.tokens_generated += 1
+        for request in requests:
+            if not request.max_new_tokens:
+                request.finish_reason = "length"
+
+
+def _context(request: Request) -> Tensor:
+    assert request.stream.last_hidden is not None
+    return request.stream.last_hidden
+
+
+class _Tap:
+    """Adds the hidden states of a pass up to the spans that its requests asked for."""
+
+    def __init__(self, works: list[Work]) -> None:
+        self.rows: list[int] = []
+        self._sums: list[tuple[Request, int, int]] = []  # request, span, number of rows
+        first = 0
+        for work in works:
+            fed, request = work.request.fed, work.request
+            for span, (start, stop) in enumerate(request.spans):
+                inside = range(max(start, fed), min(stop, fed + len(work.tokens)))
+                if inside:
+                    self.rows.extend(first - fed + token for token in inside)
+                    self._sums.append((request, span, len(inside)))
+            first += len(work.tokens)
+
+    def collect(self, tapped: Tensor | None) -> None:
+        """``tapped``: [len(rows), hidden]."""
+        if not self.rows:
+            return
+        assert tapped is not None
+        owners = torch.tensor([count for _, _, count in self._sums], device=tapped.device)
+        index = torch.arange(len(owners), device=tapped.device).repeat_interleave(owners)
+        sums = torch.zeros(len(owners), tapped.shape[1], device=tapped.device).index_add_(0, index, tapped.float())
+        for (request, span, _), total in zip(self._sums, sums.cpu(), strict=True):
+            assert request.span_states is not None
+            start, stop = request.spans[span]
+            request.span_states[span] += total / (stop - start)

@@ -1,0 +1,3 @@
+"""placeholder"""
+def available(device): return False
+def attend(*a): raise AssertionError
