@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -16,6 +19,7 @@ from huggingface_hub.errors import (
 
 # The HTTP library's own root error, taken from here because the hub client has changed its library between versions.
 from huggingface_hub.errors import HTTPError as NetworkError  # type: ignore[attr-defined]
+from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from streamllm_core.errors import ModelError
 from streamllm_core.weights.folder import INDEX_FILE, SINGLE_FILE, FolderSource, shard_names
@@ -66,9 +70,23 @@ def open_hub(repo: str, *, revision: str | None = None, token: str | bool | None
 
 
 def _snapshot(repo: str, revision: str | None, token: str | bool | None, patterns: list[str]) -> Path:
-    return Path(
-        snapshot_download(repo, revision=revision, token=token, allow_patterns=patterns, ignore_patterns=_SUBFOLDERS)
-    )
+    with _bars_only_on_a_terminal():
+        folder = snapshot_download(
+            repo, revision=revision, token=token, allow_patterns=patterns, ignore_patterns=_SUBFOLDERS
+        )
+    return Path(folder)
+
+
+@contextlib.contextmanager
+def _bars_only_on_a_terminal() -> Iterator[None]:
+    if sys.stderr.isatty() or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
 
 
 def _first_line(error: Exception) -> str:

@@ -2,9 +2,10 @@
 
 The format (https://github.com/huggingface/safetensors#format): eight bytes with the header's length, a JSON header
 that gives each tensor's type, shape and byte range, then the bytes. The file is mapped here rather than opened with
-the safetensors package for three reasons: the mapping is created with MAP_NORESERVE, so that a file larger than RAM
-maps at all; pages can be given back one tensor at a time (`release`), so that reading a model from disk for hours
-does not show as gigabytes of resident memory; and a torn file is reported by name before anything is computed.
+the safetensors package for three reasons: the mapping is read-only, so that the kernel does not count it as memory
+that might be written, and a file larger than RAM maps at all; pages can be given back one tensor at a time
+(`release`), so that reading a model from disk for hours does not show as gigabytes of resident memory; and a torn
+file is reported by name before anything is computed.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import math
 import mmap
 import os
 import struct
-import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from streamllm_core.errors import ModelError
@@ -93,16 +94,18 @@ class SafetensorsFile:
         return dtype, entry.shape
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The tensor as a view of the mapped file; its bytes are read when they are first touched."""
+        """The tensor as a view of the mapped file; its bytes are read when they are first touched.
+
+        It must not be written to: the mapping is read-only, and the operating system ends a process that tries.
+        """
         dtype, shape = self.header(name)
         entry = self.entries[name]
         if entry.nbytes == 0:
             return torch.empty(shape, dtype=dtype)
+        raw = _as_tensor(self._mapped(), entry)
         if entry.offset % dtype.itemsize:  # the format permits it; a typed view needs alignment, so this one is copied
-            raw = torch.frombuffer(self._mapped(), dtype=torch.uint8, count=entry.nbytes, offset=entry.offset)
-            return raw.clone().view(dtype).reshape(shape)
-        flat = torch.frombuffer(self._mapped(), dtype=dtype, count=math.prod(shape), offset=entry.offset)
-        return flat.view(shape)
+            raw = raw.clone()
+        return raw.view(dtype).view(shape)
 
     def release(self, name: str) -> None:
         """Give back the process's pages of this tensor; later reads fetch them from the page cache or the disk.
@@ -128,14 +131,24 @@ def _map_file(path: Path, size: int) -> mmap.mmap:
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size != size:
                 raise _corrupt(path, "its size has changed since it was opened")
-            if sys.platform == "win32":
-                return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
-            # Private and writable only because torch warns about read-only buffers; nothing writes. Without
-            # NORESERVE the kernel would count all of it as memory that might be written, and refuse big files.
-            flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
-            return mmap.mmap(file.fileno(), size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
     except OSError as error:
         raise ModelError(f"{path}: cannot be mapped into memory ({error.strerror})") from error
+
+
+class _Exposed:
+    """Bytes of a read-only mapping, which it keeps, in a form that torch takes without warning about writes."""
+
+    def __init__(self, mapped: mmap.mmap, entry: TensorEntry) -> None:
+        self._bytes = np.frombuffer(
+            mapped, dtype=np.uint8, count=entry.nbytes, offset=entry.offset
+        )  # keeps the mapping
+        address, _ = self._bytes.__array_interface__["data"]
+        self.__array_interface__ = self._bytes.__array_interface__ | {"data": (address, False)}
+
+
+def _as_tensor(mapped: mmap.mmap, entry: TensorEntry) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(_Exposed(mapped, entry)))
 
 
 def _parse(path: Path, header: bytes, data_start: int) -> dict[str, TensorEntry]:
