@@ -21,9 +21,10 @@ together.
 """
 
 from jobs.errors import CorruptJobError, FingerprintError, JobError, LockedError, TemporaryError
-from jobs.job import Job, Progress
+from jobs.job import Job
 from jobs.parts import Envelope
 from jobs.plan import Row, RowKey, Unit, UnitLimits
+from jobs.progress import Progress
 from jobs.record import JobRecord, read_job
 
 __all__ = [

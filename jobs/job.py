@@ -235,8 +235,9 @@ class Job:
             raise CorruptJobError(f"the saved row {missing[0]} has vanished from the job folder")
 
     def _settle(self, unit: Unit, counts: Counter[str]) -> None:
-        self._committed.add(unit.index)
-        self._counts.update(counts)
+        if unit.index not in self._committed:
+            self._committed.add(unit.index)
+            self._counts.update(counts)
         self._open.pop(unit.index, None)
         for row in unit.rows:
             self._unit.pop(row.key, None)
