@@ -21,7 +21,7 @@ _MAGIC = {
     "bz2": tuple(b"BZh%d" % level + body for level in range(1, 10) for body in (b"1AY&SY", b"\x17rE8P\x90")),
 }
 _HEAD = 16
-_DISCARD = 1 << 20
+_STEPS = (1 << 20, 1 << 12, 1)
 
 
 def open_raw(path: str) -> BinaryIO:
@@ -82,19 +82,23 @@ class ByteStream:
     def __init__(self, file: InputFile) -> None:
         self._name = file.path
         self._compression = file.compression
+        self._place = 0  # uncompressed bytes given out
+        self._step = _STEPS[0]
+        self._open()
+
+    def _open(self) -> None:
         try:
-            self._raw = _Raw(open_raw(file.path))
+            self._raw = _Raw(open_raw(self._name))
         except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
-            raise DocumentError(UNREADABLE_FILE, f"{file.path}: {error.strerror or error}") from error
+            raise DocumentError(UNREADABLE_FILE, f"{self._name}: {error.strerror or error}") from error
         try:
             self._check_head()
-            self._stream = None if file.compression is None else self._decompressor(file.compression)
+            self._stream: pa.NativeFile | None = None
+            if self._compression is not None:
+                self._stream = pa.CompressedInputStream(pa.PythonFile(self._raw, mode="r"), self._compression)
         except BaseException:
             self._raw.close()
             raise
-
-    def _decompressor(self, compression: str) -> pa.NativeFile:
-        return pa.CompressedInputStream(pa.PythonFile(self._raw, mode="r"), compression)
 
     def _check_head(self) -> None:
         head = self._raw.head
@@ -113,24 +117,37 @@ class ByteStream:
 
     def read(self, size: int) -> bytes:
         """Return up to `size` bytes, and b"" only at the end."""
-        if self._stream is None:
-            return self._raw.read(size)
-        try:
-            return cast(bytes, self._stream.read(size))
-        except (OSError, pa.ArrowException) as error:
-            if self._raw.failed:
-                raise
-            raise DocumentError(
-                DAMAGED_FILE, f"{self._name}: damaged {self._compression} data: {error}; what follows is lost"
-            ) from error
+        while True:
+            try:
+                data = self._raw.read(size) if self._stream is None else self._stream.read(min(size, self._step))
+            except (OSError, pa.ArrowException) as error:
+                if self._stream is None or self._raw.failed:
+                    raise
+                if self._step == _STEPS[-1]:
+                    message = f"{self._name}: damaged {self._compression} data: {error}; what follows is lost"
+                    raise DocumentError(DAMAGED_FILE, message) from error
+                self._retry_with_smaller_steps()
+            else:
+                self._place += len(data)
+                return cast(bytes, data)
+
+    def _retry_with_smaller_steps(self) -> None:
+        """Start again where the damage was met: a failed read loses the good bytes before it, so make it short."""
+        self.close()
+        self._open()
+        place = 0
+        while self._stream is not None and place < self._place:
+            place += len(self._stream.read(min(self._place - place, _STEPS[0])))
+        self._step = _STEPS[_STEPS.index(self._step) + 1]
 
     def skip_to(self, offset: int) -> None:
         """Move from the start to `offset` uncompressed bytes: a seek where possible, else read and thrown away."""
-        if offset and self._compression is None and self._name != "-":
+        if offset and self._stream is None and self._name != "-":
             self._raw.seek(offset)
+            self._place = offset
             return
-        while offset > 0 and (data := self.read(min(offset, _DISCARD))):
-            offset -= len(data)
+        while self._place < offset and self.read(min(offset - self._place, _STEPS[0])):
+            pass
 
     def close(self) -> None:
         if self._stream is not None:

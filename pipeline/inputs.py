@@ -87,8 +87,10 @@ def resolve_inputs(paths: Sequence[str], input_format: str = "auto", output: str
     files: dict[str, InputFile] = {}
     skipped: list[SkippedFile] = []
     for path in paths:
-        before = len(files) + len(skipped)
-        for found in _expand(path):
+        listed = list(_expand(path))
+        if not listed:
+            raise UserError(f"{path}: no files there (hidden files are left out)")
+        for found in listed:
             if output is not None and _belongs_to(found.path, output):
                 if found.named:
                     raise UserError(f"{found.path}: is both input and output; choose another output name")
@@ -104,8 +106,6 @@ def resolve_inputs(paths: Sequence[str], input_format: str = "auto", output: str
                 skipped.append(SkippedFile(found.path, "unknown ending"))
             elif (key := _identity(found.path)) not in files:
                 files[key] = InputFile(len(files), found.path, kind, compression, found.size, found.version)
-        if len(files) + len(skipped) == before and path not in {file.path for file in files.values()}:
-            raise UserError(f"{path}: no files there (hidden files are left out)")
     if not files:
         example = f", for example {skipped[0].path} ({skipped[0].reason})" if skipped else ""
         raise UserError(
@@ -204,6 +204,8 @@ def _expand_url(url: str) -> Iterator[_Found]:
         else:
             pattern = False
             infos = files.find(path, detail=True)
+            if not infos:
+                raise UserError(f"{url}: no such file, or an empty folder")
     except FileNotFoundError as error:
         raise UserError(f"{url}: no such file or folder") from error
     except (ImportError, ValueError) as error:

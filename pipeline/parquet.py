@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.compression import open_raw
@@ -130,15 +131,36 @@ def _next(file: InputFile, batches: Iterator[pa.RecordBatch]) -> pa.RecordBatch 
 def _column(batch: pa.RecordBatch, path: tuple[str, ...]) -> pa.Array:
     column = batch.column(batch.schema.get_field_index(path[0]))
     for name in path[1:]:
-        column = pa.compute.struct_field(column, name)
-    return column
+        column = pc.struct_field(column, name)
+    kind = _in_microseconds(column.type)
+    return column if kind == column.type else column.cast(kind, safe=False)
+
+
+def _in_microseconds(kind: pa.DataType) -> pa.DataType:
+    """Replace times in nanoseconds, which Python's own types do not hold."""
+    if pa.types.is_timestamp(kind) and kind.unit == "ns":
+        return pa.timestamp("us", kind.tz)
+    if pa.types.is_duration(kind) and kind.unit == "ns":
+        return pa.duration("us")
+    if pa.types.is_time64(kind):
+        return pa.time64("us")
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_in_microseconds(kind.value_type)))
+    if pa.types.is_struct(kind):
+        fields = [kind.field(place) for place in range(kind.num_fields)]
+        return pa.struct([field.with_type(_in_microseconds(field.type)) for field in fields])
+    return kind
 
 
 def _scalar(value: pa.Scalar) -> Any:
     try:
         return value.as_py()
-    except (ValueError, UnicodeDecodeError):  # a time in nanoseconds, a string that is not UTF-8
-        return bytes(value.as_buffer()) if hasattr(value, "as_buffer") else str(value)
+    except UnicodeDecodeError:  # Arrow does not check that its strings are UTF-8
+        if isinstance(value, pa.StructScalar):
+            return {name: _scalar(inner) for name, inner in value.items()}
+        if isinstance(value, pa.ListScalar):
+            return [_scalar(inner) for inner in value]
+        return bytes(value.as_buffer())
 
 
 def _row(

@@ -15,9 +15,12 @@ _SAMPLE_LINES = 24
 _WRAPPED_WIDTH = 120  # wider lines are paragraphs, not wrapped ones
 _HEADING_WIDTH = 90
 _LINE_PART = 300
+_BOM = "\ufeff"  # also in the middle, where files were joined
 
-_PARAGRAPH_GAP = re.compile(r"(?:\n|\r(?!\n))[^\S\n\r]*+(?:\r?\n|\r)(?:[^\S\n\r]*+(?:\r?\n|\r))*+|\f\s*+")
-_LINE = re.compile(r"[^\n\r\f]*+(?:\r\n|[\n\r\f]|\Z)")
+# The literal newline in front makes the search fast; old Mac files have carriage returns alone.
+_PARAGRAPH_GAP = re.compile(r"\n[^\S\n\r]*+(?:\r?\n|\r)(?:[^\S\n\r]*+(?:\r?\n|\r))*+")
+_MAC_PARAGRAPH_GAP = re.compile(r"\r[^\S\n\r]*+(?:\r[^\S\n\r]*+)++")
+_LINE = re.compile(r"[^\n\r]*+(?:\r\n|[\n\r]|\Z)")
 _BULLET = re.compile(r"\s*(?:[-*•‣▪+]|\(?(?:\d{1,2}|[a-z])[.)])\s+(?=\S)")
 _RECORD_START = re.compile(
     r"""\s*(?:[<\[({"]{0,2}(?:\d{4}[-/.]\d\d[-/.]\d\d|\d\d?[-/.]\w{2,3}[-/.]\d\d|\d\d?:\d\d|\d{9,}\b)"""
@@ -26,6 +29,7 @@ _RECORD_START = re.compile(
 )
 _SIGNS = re.compile(r"[\d_/\\=<>|{}\[\]()@#$%^&*+~]")
 _WORD = re.compile(r"\w+")
+_TWO_WORDS = re.compile(r"\W*+\w++\W++\w")
 
 
 class Break(IntEnum):
@@ -77,8 +81,9 @@ def units(text: str, complete: bool = True) -> Iterator[Unit]:
     """
     start, size = 0, len(text)
     held: Unit | None = None
+    gaps = _PARAGRAPH_GAP if "\n" in text else _MAC_PARAGRAPH_GAP
     while start < size:
-        gap = _PARAGRAPH_GAP.search(text, start)
+        gap = gaps.search(text, start)
         stop, start_of_next = (gap.start(), gap.end()) if gap else (size, size)
         for unit in _block(text, start, stop, start_of_next):
             if held is not None:
@@ -113,7 +118,7 @@ def _is_records(text: str, start: int, stop: int) -> bool:
 
 
 def _looks_like_record(line: str) -> bool:
-    if _RECORD_START.match(line):
+    if _RECORD_START.match(line) or (line.endswith("...") and len(line) < _HEADING_WIDTH):
         return True
     if _BULLET.match(line) or ends_as_sentence(line, 0, len(line)):
         return False
@@ -124,11 +129,9 @@ def _record_lines(text: str, start: int, stop: int, end: int) -> Iterator[Unit]:
     while start < stop:
         match = _LINE.match(text, start, stop)
         line_end = match.end() if match else stop
-        inner = _stripped(text, start, line_end)
-        words = len(_WORD.findall(text, inner[0], min(inner[1], inner[0] + 200)))
         last = line_end >= stop
-        after = Break.PARAGRAPH if last else Break.LINE
-        yield Unit(start, end if last else line_end, after, inner if words >= 2 else None)
+        inner = _stripped(text, start, line_end) if _TWO_WORDS.match(text, start, line_end) else None
+        yield Unit(start, end if last else line_end, Break.PARAGRAPH if last else Break.LINE, inner)
         start = line_end
 
 
@@ -164,7 +167,8 @@ def _is_heading(line: str) -> bool:
 
 def _is_title(line: str) -> bool:
     long_words = [word for word in _WORD.findall(line) if len(word) > 3]
-    return bool(long_words) and line[-1] not in ".!?,;:" and all(word[0].isupper() for word in long_words)
+    closed = line.endswith((".", "!", "?", ",", ";", ":"))
+    return bool(long_words) and not closed and all(word[0].isupper() for word in long_words)
 
 
 def _flow(text: str, start: int, stop: int, end: int, last: bool) -> Iterator[Unit]:
@@ -189,13 +193,13 @@ def _flow(text: str, start: int, stop: int, end: int, last: bool) -> Iterator[Un
 
 
 def _is_bare_line(text: str, start: int, stop: int) -> bool:
-    """Tell whether this is a short line without a sentence's end: a title, a page number, a name."""
+    """Tell whether this is a short line without a sentence in it: a title, a page number, a name."""
     return (
         stop - start <= _HEADING_WIDTH
-        and not ends_as_sentence(text, start, stop)
         and not text.endswith((",", ";"), start, stop)
         and "\n" not in text[start:stop]
         and _BULLET.match(text, start, stop) is None
+        and (next(sentence_ends(text, start, stop), None) is None or _is_title(text[start:stop].rstrip(".")))
     )
 
 
@@ -215,8 +219,8 @@ def _sentence(text: str, start: int, stop: int, bullet: re.Match[str] | None) ->
 
 
 def _stripped(text: str, start: int, stop: int) -> tuple[int, int]:
-    while start < stop and text[start].isspace():
+    while start < stop and (text[start].isspace() or text[start] == _BOM):
         start += 1
-    while stop > start and text[stop - 1].isspace():
+    while stop > start and (text[stop - 1].isspace() or text[stop - 1] == _BOM):
         stop -= 1
     return start, stop
