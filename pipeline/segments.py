@@ -23,8 +23,11 @@ _LEAST_TOKENS = 16
 _LEAST_FILL = ((Break.PARAGRAPH, 0.6), (Break.LINE, 0.8), (Break.SENTENCE, 0.0))
 # A rest of up to this many segments is halved, rather than leaving a last segment of a few words.
 _HALVED_REST = 1.5
+# Units' tokens add up to a little more than the tokens of the text that they make.
+_MEASURING_ERROR = 1.1
 _HIDDEN = re.compile("[\ud800-\udfff\ufeff]")
 _JOINERS = frozenset("\u200c\u200d")
+_FLAG_LETTERS = frozenset(map(chr, range(0x1F1E6, 0x1F200)))  # two make a flag
 
 
 @dataclass(frozen=True)
@@ -184,15 +187,19 @@ class _Cutter:
             taken.append(unit)
             totals.append(total)
         target: float = self._limit
-        if ended and taken and taken[-1].end == len(window) and total > self._limit and totals[0] <= 0.55 * total:
-            target = 0.55 * total
+        if total > self._limit and ended and taken and taken[-1].end == len(window):
+            if total < _MEASURING_ERROR * self._limit and len(self._encode(_show(window))) <= self._limit:
+                target = total
+            elif totals[0] <= 0.55 * total:
+                target = 0.55 * total
         fitting = sum(total <= target for total in totals)
         return taken[:fitting], totals[:fitting], target
 
     def _measure(self, window: str, unit: Unit) -> int:
         place = (unit.start, unit.end)
         if place not in self._measured:
-            self._measured[place] = len(self._encode(_show(window[unit.start : unit.end])))
+            # The space between two sentences is mostly part of the second's first token, and would count twice.
+            self._measured[place] = len(self._encode(_show(window[unit.start : unit.end].rstrip(" "))))
         return self._measured[place]
 
     def _forget(self, cut: int) -> None:
@@ -243,5 +250,12 @@ def _joined(text: str, place: int) -> bool:
         or before in _JOINERS
         or after in _JOINERS
         or "\U0001f3fb" <= after <= "\U0001f3ff"
-        or ("\U0001f1e6" <= before <= "\U0001f1ff" and "\U0001f1e6" <= after <= "\U0001f1ff")
+        or (after in _FLAG_LETTERS and _flag_letters_before(text, place) % 2 == 1)
     )
+
+
+def _flag_letters_before(text: str, place: int) -> int:
+    first = place
+    while first > 0 and text[first - 1] in _FLAG_LETTERS:
+        first -= 1
+    return place - first

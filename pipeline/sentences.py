@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from pipeline.boundaries import ends_as_sentence, sentence_ends
 
-_SAMPLE_LINES = 24
+_SAMPLE_LINES, _SAMPLE_WIDTH = 24, 400
+_FEW_LINES = 4
 _WRAPPED_WIDTH = 120  # wider lines are paragraphs, not wrapped ones
 _HEADING_WIDTH = 90
 _LINE_PART = 300
@@ -106,15 +107,17 @@ def _block(text: str, start: int, stop: int, end: int) -> Iterator[Unit]:
 
 
 def _is_records(text: str, start: int, stop: int) -> bool:
-    total = records = 0
+    """Tell records from flowing text by the paragraph's first lines; few lines must all begin as records do."""
+    total = records = certain = 0
     for match in _LINE.finditer(text, start, stop):
-        line = match[0].strip()
+        line = match[0][:_SAMPLE_WIDTH].strip()
         if line:
             total += 1
+            certain += _RECORD_START.match(line) is not None
             records += _looks_like_record(line)
         if total == _SAMPLE_LINES:
             break
-    return total > 0 and 2 * records >= total and (total > 1 or _RECORD_START.match(text, start, stop) is not None)
+    return 2 * records >= total if total >= _FEW_LINES else certain == total > 0
 
 
 def _looks_like_record(line: str) -> bool:
@@ -122,7 +125,7 @@ def _looks_like_record(line: str) -> bool:
         return True
     if _BULLET.match(line) or ends_as_sentence(line, 0, len(line)):
         return False
-    return len(_SIGNS.findall(line[:200])) > 0.12 * min(len(line), 200)
+    return len(_SIGNS.findall(line)) > 0.12 * len(line)
 
 
 def _record_lines(text: str, start: int, stop: int, end: int) -> Iterator[Unit]:
