@@ -101,8 +101,8 @@ class LayerStreamer:
         self.transfers = 0
         self.bytes_moved = 0
         self._layers = layers
-        self._layouts = layouts
-        self._link = link
+        self.layouts = layouts
+        self.link = link
         self._turn = 0
         self._views = {
             layer: [layout.views(slot) for slot in pool.slots] if pool else [] for layer, layout in layouts.items()
@@ -111,11 +111,16 @@ class LayerStreamer:
             layer.forward = self._wrap(index, layer.forward, state)
         self._prefetch_first()
 
+    def set_prefetching(self, prefetching: bool) -> None:
+        """Switch between prefetched and sequential transfers, between two passes."""
+        self.prefetching = prefetching
+        self._turn += -self._turn % max(1, SLOTS * len(self.order))
+        self._prefetch_first()
+
     def begin_pass(self) -> None:
         """Be ready for layer 0, also after a pass that was abandoned half-way."""
         if self.order and self._turn % len(self.order):
-            self._turn += -self._turn % (2 * len(self.order))  # a pass start at which slot A is next
-            self._prefetch_first()
+            self.set_prefetching(self.prefetching)
 
     def _prefetch_first(self) -> None:
         if self.order and self.prefetching:
@@ -123,26 +128,26 @@ class LayerStreamer:
             self._start(self._turn + 1)
 
     def _start(self, turn: int) -> None:
-        assert self._link is not None
+        assert self.link is not None
         layer = self.order[turn % len(self.order)]
-        self._link.start(layer, turn % SLOTS)
+        self.link.start(layer, turn % SLOTS)
         self.transfers += 1
-        self.bytes_moved += self._layouts[layer].nbytes
+        self.bytes_moved += self.layouts[layer].nbytes
 
     @contextmanager
     def _lease(self, index: int) -> Iterator[None]:
         """The layer's weights are in place inside the block."""
-        if index not in self._layouts:
+        if index not in self.layouts:
             yield
             return
-        assert self._link is not None
+        assert self.link is not None
         slot = self._turn % SLOTS
         if not self.prefetching:
             self._start(self._turn)
-        self._link.wait(slot)
-        self._layouts[index].bind(self._layers[index], self._views[index][slot])
+        self.link.wait(slot)
+        self.layouts[index].bind(self._layers[index], self._views[index][slot])
         yield
-        self._link.free(slot)
+        self.link.free(slot)
         self._turn += 1
         if self.prefetching:
             self._start(self._turn + 1)
