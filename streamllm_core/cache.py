@@ -18,6 +18,7 @@ from streamllm_core.errors import NoFreeStream, WindowError
 from streamllm_core.layout import MicroBatch
 
 MAX_HOLES = 8
+CLOSED = -1  # the slot of a stream that has none any more
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,12 @@ class Stream:
         return Mark(self.length, self.holes, self.last_hidden)
 
     def rewind(self, mark: Mark) -> None:
-        """Forget all tokens since ``mark``; the stream is bit-identical to one that never saw them."""
+        """Forget all tokens since ``mark``; the stream is bit-identical to one that never saw them.
+
+        Raises ValueError for a mark of no open excursion: what it would need may be overwritten.
+        """
+        if self.marked is None or self.marked != mark.length:
+            raise ValueError("this mark belongs to no open excursion of the stream")
         self.length, self.holes, self.last_hidden = mark.length, mark.holes, mark.last_hidden
         self.marked = None
 
@@ -155,15 +161,15 @@ class RollingCache:
         return stream
 
     def close(self, stream: Stream) -> None:
-        """Give the slot back. The stream must not be used any more."""
-        if stream.slot in self._free or stream.slot < 0:
-            raise ValueError("this stream is closed already")
+        """Give the slot back. The stream can do nothing more: every use of it raises ValueError."""
+        _check_open(stream)
         self._free.append(stream.slot)
         self._free.sort()  # low slots first keeps decode batches dense
-        stream.slot = -1
+        stream.slot = CLOSED
 
     def fork(self, stream: Stream) -> Stream:
         """A copy of ``stream`` in a slot of its own: constant size, whatever was read. Raises NoFreeStream."""
+        _check_open(stream)
         if not self._free:
             raise NoFreeStream(f"all {self.slots} stream slots are in use.")
         copy = Stream(self._free.pop(0), stream.sinks, stream.length, stream.holes, stream.last_hidden)
@@ -177,6 +183,7 @@ class RollingCache:
 
         At most ``MAX_HOLES`` spans can be hidden at a time; one that has left the window does not count.
         """
+        _check_open(stream)
         if not stream.sinks <= start < stop <= stream.length:
             raise ValueError(
                 f"cannot evict [{start}, {stop}): the stream holds [{stream.sinks}, {stream.length}) beside its sinks"
@@ -194,7 +201,8 @@ class RollingCache:
         stream.holes = tuple(holes)
 
     def check_room(self, stream: Stream, tokens: int) -> None:
-        """Raise WindowError when ``tokens`` more would overwrite what a rewind needs."""
+        """Raise WindowError when ``tokens`` more would overwrite what a rewind needs, ValueError for a closed stream."""
+        _check_open(stream)
         if stream.marked is not None and stream.length + tokens - stream.marked > self.headroom:
             raise WindowError(
                 f"an excursion of {stream.length + tokens - stream.marked} tokens exceeds the {self.headroom} "
@@ -205,8 +213,9 @@ class RollingCache:
         """The stream in logical order: at most S + R tokens a layer, whatever was read. Tensors are copies on the CPU.
 
         Keys: ``state`` int64 [length, sinks, holes…], ``last_hidden`` [hidden], ``keys.i`` and ``values.i``
-        [kv_heads, tokens, head_dim] for layer i.
+        [kv_heads, tokens, head_dim] for layer i. Raises ValueError.
         """
+        _check_open(stream)
         if stream.marked is not None:
             raise ValueError("a stream on an excursion cannot be saved; rewind it first")
         flat = [edge for hole in stream.holes for edge in hole]
@@ -222,16 +231,31 @@ class RollingCache:
     def restore(self, tensors: dict[str, Tensor]) -> Stream:
         """The stream that ``snapshot`` saved, in a free slot. Raises NoFreeStream, WindowError, ValueError."""
         length, sinks, *flat = tensors["state"].tolist()
+        rows = [layer.logical_rows(sinks, length) for layer in self.layers]
+        self._check_layers(tensors, [len(held) for held in rows])
         stream = self.open(sinks)
         stream.length = length
         stream.holes = tuple(zip(flat[::2], flat[1::2], strict=True))
         if "last_hidden" in tensors:
             stream.last_hidden = tensors["last_hidden"].to(self.layers[0].keys)
-        for index, layer in enumerate(self.layers):
-            rows = layer.logical_rows(sinks, length).to(layer.keys.device)
-            if tensors[f"keys.{index}"].shape[1] != len(rows):
-                self.close(stream)
-                raise ValueError("this snapshot was taken with another window")
-            layer.keys[stream.slot][:, rows] = tensors[f"keys.{index}"].to(layer.keys)
-            layer.values[stream.slot][:, rows] = tensors[f"values.{index}"].to(layer.values)
+        for index, (layer, held) in enumerate(zip(self.layers, rows, strict=True)):
+            held = held.to(layer.keys.device)
+            layer.keys[stream.slot][:, held] = tensors[f"keys.{index}"].to(layer.keys.device)
+            layer.values[stream.slot][:, held] = tensors[f"values.{index}"].to(layer.values.device)
         return stream
+
+    def _check_layers(self, tensors: dict[str, Tensor], tokens: list[int]) -> None:
+        """Raise ValueError unless a snapshot has these layers, with so many tokens each, and their dtype."""
+        saved = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items() if "." in name}
+        expected = {
+            f"{kind}.{index}": ((layer.keys.shape[1], count, layer.keys.shape[3]), layer.keys.dtype)
+            for index, (layer, count) in enumerate(zip(self.layers, tokens, strict=True))
+            for kind in ("keys", "values")
+        }
+        if saved != expected:
+            raise ValueError("this snapshot was taken with another window, model or dtype")
+
+
+def _check_open(stream: Stream) -> None:
+    if stream.slot == CLOSED:  # as an index it would mean the last slot, which may be somebody else's
+        raise ValueError("this stream is closed")

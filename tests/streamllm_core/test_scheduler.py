@@ -1,0 +1,107 @@
+"""Which tokens go into a pass: decoding first, reading oldest first, within the budget, nobody starves."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from streamllm_core import Request, Stream
+from streamllm_core.scheduler import Work, plan_pass
+
+
+def reading(tokens: int, fed: int = 0) -> Request:
+    return Request(Stream(0, 0), list(range(tokens)), fed=fed)
+
+
+def decoding(pending: int = 7) -> Request:
+    return Request(Stream(0, 0), [1], max_new_tokens=9, fed=1, pending=pending)
+
+
+def sizes(works: list[Work]) -> list[int]:
+    return [len(work.tokens) for work in works]
+
+
+def test_decode_tokens_come_first_then_prefill_in_order_of_submission() -> None:
+    requests = [reading(3), decoding(11), reading(4), decoding(12)]
+    works = plan_pass(requests, 100)
+    assert [work.request for work in works] == [requests[1], requests[3], requests[0], requests[2]]
+    assert [list(work.tokens) for work in works] == [[11], [12], [0, 1, 2], [0, 1, 2, 3]]
+
+
+def test_the_oldest_prefill_takes_what_is_left_of_the_budget() -> None:
+    assert sizes(plan_pass([decoding(), reading(10), reading(10)], 8)) == [1, 7]
+    assert sizes(plan_pass([reading(3), reading(10), reading(10)], 8)) == [3, 5]
+
+
+def test_reading_goes_on_where_it_stopped() -> None:
+    (work,) = plan_pass([reading(10, fed=6)], 3)
+    assert list(work.tokens) == [6, 7, 8]
+
+
+@pytest.mark.parametrize("decoders", [4, 5, 9])
+def test_one_prefill_token_goes_on_when_decoding_fills_the_budget(decoders: int) -> None:
+    requests = [*(decoding() for _ in range(decoders)), reading(5), reading(5)]
+    assert sizes(plan_pass(requests, 4)) == [1] * decoders + [1]
+
+
+def test_requests_with_nothing_to_feed_take_no_room() -> None:
+    waiting = Request(Stream(0, 0), [], max_new_tokens=3)  # generates from what the stream already holds
+    done = reading(4, fed=4)
+    assert plan_pass([waiting, done], 8) == []
+    assert sizes(plan_pass([waiting, done, reading(20)], 8)) == [8]
+
+
+def check_rules(requests: list[Request], works: list[Work], budget: int) -> None:
+    assert len({id(work.request) for work in works}) == len(works)
+    decoders = [request for request in requests if request.pending is not None]
+    assert [work.request for work in works[: len(decoders)]] == decoders
+    assert all(list(work.tokens) == [work.request.pending] for work in works[: len(decoders)])
+
+    waiting = [r for r in requests if r.pending is None and r.fed < len(r.tokens)]
+    prefill = works[len(decoders) :]
+    assert [work.request for work in prefill] == waiting[: len(prefill)]  # oldest first, none skipped
+    for work in prefill:
+        fed = work.request.fed
+        assert len(work.tokens) > 0
+        assert list(work.tokens) == list(work.request.tokens[fed : fed + len(work.tokens)])
+    for work in prefill[:-1]:  # a younger one begins only when the older ones are through
+        assert work.request.fed + len(work.tokens) == len(work.request.tokens)
+
+    total = sum(sizes(works))
+    assert total <= max(budget, len(decoders) + bool(waiting))
+    if waiting:
+        assert prefill
+        left = sum(len(r.tokens) - r.fed for r in waiting)
+        assert total == min(max(budget, len(decoders) + 1), len(decoders) + left)  # and the budget is used
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_rules_hold_for_random_requests_until_all_are_done(seed: int) -> None:
+    chance = random.Random(seed)
+    budget = chance.choice([1, 2, 5, 16, 64])
+    queue = [
+        Request(Stream(0, 0), chance.choices(range(50), k=chance.randint(1, 60)), max_new_tokens=chance.randint(0, 12))
+        for _ in range(chance.randint(1, 25))
+    ]
+    work_left = sum(len(r.tokens) + max(r.max_new_tokens - 1, 0) for r in queue)
+    running: list[Request] = []
+    passes = 0
+    while queue or running:
+        while queue and (not running or chance.random() < 0.3):
+            running.append(queue.pop(0))
+        works = plan_pass(running, budget)
+        check_rules(running, works, budget)
+        for work in works:
+            work.request.absorb(work.tokens)
+            work_left -= len(work.tokens)
+        for request in running:
+            if request.fed == len(request.tokens):
+                if request.max_new_tokens:
+                    request.accept(chance.randrange(50))
+                else:
+                    request.finish_reason = "length"
+        running = [request for request in running if not request.finish_reason]
+        passes += 1
+        assert passes < 5000, "some request starves"
+    assert work_left == 0
