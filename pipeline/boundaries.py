@@ -19,7 +19,7 @@ def _words(listed: str) -> frozenset[str]:
 
 _NEVER_LAST = _words(
     """mr mrs ms dr prof messrs mme mlle st mt ft gen brig col lt capt cpt cmdr sgt maj adm gov sen rep reps hon rev fr
-    pres supt vs viz cf e.g i.e approx ca al"""
+    pres supt v vs viz cf e.g i.e approx ca al"""
 )
 _BEFORE_NUMBER = _words(
     """no nos p pp vol vols ch chap chaps sec secs sect art arts fig figs par pars para eq eqs pt stat bk l ll

@@ -84,6 +84,7 @@ def resolve_inputs(paths: Sequence[str], input_format: str = "auto", output: str
         raise UserError(f"--input-format {input_format}: not one of {', '.join(FORMATS)}")
     if not paths:
         raise UserError("no input given")
+    own = None if output is None else _identity(output)
     files: dict[str, InputFile] = {}
     skipped: list[SkippedFile] = []
     for path in paths:
@@ -91,7 +92,8 @@ def resolve_inputs(paths: Sequence[str], input_format: str = "auto", output: str
         if not listed:
             raise UserError(f"{path}: no files there (hidden files are left out)")
         for found in listed:
-            if output is not None and _belongs_to(found.path, output):
+            key = _identity(found.path)
+            if own is not None and (key == own or key.startswith(f"{own}.job/")):
                 if found.named:
                     raise UserError(f"{found.path}: is both input and output; choose another output name")
                 skipped.append(SkippedFile(found.path, "output of this job"))
@@ -104,7 +106,7 @@ def resolve_inputs(paths: Sequence[str], input_format: str = "auto", output: str
                         "say it with --input-format jsonl, parquet or text"
                     )
                 skipped.append(SkippedFile(found.path, "unknown ending"))
-            elif (key := _identity(found.path)) not in files:
+            elif key not in files:
                 files[key] = InputFile(len(files), found.path, kind, compression, found.size, found.version)
     if not files:
         example = f", for example {skipped[0].path} ({skipped[0].reason})" if skipped else ""
@@ -193,23 +195,14 @@ def _local(path: str, named: bool) -> _Found:
 
 
 def _expand_url(url: str) -> Iterator[_Found]:
+    files, path = _filesystem(url)
+    pattern = ("*" in path or "[" in path) and not files.exists(path)
     try:
-        files, path = fsspec.core.url_to_fs(url)
-        pattern = "*" in path or "[" in path
-        infos: dict[str, dict[str, Any]]
-        if pattern and not files.exists(path):
-            infos = files.glob(path, detail=True)
-            if not infos:
-                raise UserError(f"{url}: no file matches this pattern")
-        else:
-            pattern = False
-            infos = files.find(path, detail=True)
-            if not infos:
-                raise UserError(f"{url}: no such file, or an empty folder")
-    except FileNotFoundError as error:
-        raise UserError(f"{url}: no such file or folder") from error
-    except (ImportError, ValueError) as error:
-        raise UserError(f"{url}: {error}") from error
+        infos: dict[str, dict[str, Any]] = (files.glob if pattern else files.find)(path, detail=True)
+    except FileNotFoundError:
+        infos = {}
+    if not infos:
+        raise UserError(f"{url}: {'no file matches this pattern' if pattern else 'no such file, or an empty folder'}")
     single = set(infos) == {path} or set(infos) == {path.rstrip("/")}
     base = "" if pattern else path.rstrip("/")
     for name in sorted(infos):
@@ -217,7 +210,7 @@ def _expand_url(url: str) -> Iterator[_Found]:
         if infos[name]["type"] != "file" or (not single and _hidden(inside.split("/"), pattern)):
             continue
         version = next((str(infos[name][key]) for key in _VERSIONS if infos[name].get(key)), "")
-        spelled = url if single else str(files.unstrip_protocol(name))
+        spelled = url if single else _unstripped(files, name)
         yield _Found(spelled, int(infos[name]["size"] or 0), version, named=single or pattern)
 
 
@@ -226,10 +219,19 @@ def _hidden(parts: list[str], pattern: bool) -> bool:
 
 
 def _identity(path: str) -> str:
-    return path if path == "-" or is_url(path) else os.path.realpath(path)
+    """Return one spelling of a path or URL, so that the same file is known under two names."""
+    if path == "-" or (is_url(path) and not path.startswith("file://")):
+        return path if path == "-" else _unstripped(*_filesystem(path))
+    return os.path.realpath(path.removeprefix("file://"))
 
 
-def _belongs_to(path: str, output: str) -> bool:
-    """Tell whether `path` is the job's output file or lies in its job folder."""
-    mine, theirs = _identity(path).removeprefix("file://"), _identity(output).removeprefix("file://")
-    return mine == theirs or mine.startswith(theirs.rstrip("/") + ".job/")
+def _filesystem(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
+    try:
+        files, path = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise UserError(f"{url}: {error}") from error
+    return files, path
+
+
+def _unstripped(files: fsspec.AbstractFileSystem, path: str) -> str:
+    return str(files.unstrip_protocol(path))

@@ -22,7 +22,7 @@ _BOM = "\ufeff"  # also in the middle, where files were joined
 _PARAGRAPH_GAP = re.compile(r"\n[^\S\n\r]*+(?:\r?\n|\r)(?:[^\S\n\r]*+(?:\r?\n|\r))*+")
 _MAC_PARAGRAPH_GAP = re.compile(r"\r[^\S\n\r]*+(?:\r[^\S\n\r]*+)++")
 _LINE = re.compile(r"[^\n\r]*+(?:\r\n|[\n\r]|\Z)")
-_BULLET = re.compile(r"\s*(?:[-*•‣▪+]|\(?(?:\d{1,2}|[a-z])[.)])\s+(?=\S)")
+_BULLET = re.compile(r"\s*(?:[-–—]{2}\s*|(?:[-–—*•‣▪+]|\(?(?:\d{1,2}|[a-z])[.)])\s+)(?=\w)")
 _RECORD_START = re.compile(
     r"""\s*(?:[<\[({"]{0,2}(?:\d{4}[-/.]\d\d[-/.]\d\d|\d\d?[-/.]\w{2,3}[-/.]\d\d|\d\d?:\d\d|\d{9,}\b)"""
     r"""|[A-Z][a-z]{2}\s+\d{1,2}\s+\d\d:|\[?\b(?:TRACE|DEBUG|INFO|NOTICE|WARN|WARNING|ERROR|FATAL|CRITICAL)\b"""

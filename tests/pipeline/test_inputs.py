@@ -155,8 +155,15 @@ def test_the_output_is_never_an_input(tree: Path, monkeypatch: pytest.MonkeyPatc
         "./out.jsonl.job/part.jsonl",
     ]
     assert all("out.jsonl" not in file.path for file in inputs.files)
-    with pytest.raises(UserError, match="both input and output"):
-        resolve_inputs(["out.jsonl"], output=str(output))
+    for name in ("out.jsonl", f"file://{output}"):
+        with pytest.raises(UserError, match="both input and output"):
+            resolve_inputs([name], output=str(output))
+    memory = fsspec.filesystem("memory")
+    for name in ("/own/in.jsonl", "/own/out.jsonl", "/own/out.jsonl.job/part"):
+        memory.pipe(name, b"{}\n")
+    for spelled in ("memory://own/out.jsonl", "memory:///own/out.jsonl"):
+        found = resolve_inputs(["memory://own"], output=spelled)
+        assert [file.path for file in found.files] == ["memory:///own/in.jsonl"]
 
 
 def test_standard_input() -> None:

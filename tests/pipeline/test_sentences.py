@@ -107,6 +107,7 @@ def test_a_logs_sentences_are_its_lines() -> None:
         ("هل هذا سؤال؟ هذه جملة.", ["هل هذا سؤال؟", "هذه جملة."]),
         ("One line.\r\nTwo lines\r\nhere.\r\n\r\nAnd three.\r\n", ["One line.", "Two lines\r\nhere.", "And three."]),
         ("Old Mac line\rgoes on.\r\rNext one here.", ["Old Mac line\rgoes on.", "Next one here."]),
+        ("We propose:\n\n--A cut in taxes.\n--An act, as in A. v. B.\n", ["A cut in taxes.", "An act, as in A. v. B."]),
         ("Legislative Veto.\n\nWe oppose it.", ["We oppose it."]),
         ("He said (in 1999.) Then he left.", ["He said (in 1999.)", "Then he left."]),
         ("See fig. 3. The line rises.", ["See fig. 3.", "The line rises."]),
