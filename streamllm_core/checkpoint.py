@@ -38,9 +38,11 @@ class Checkpoint:
         self._model = skeleton.causal
         self._wanted: dict[str, Tensor] = dict(skeleton.causal.state_dict())
         self._recipes = self._plan()
-        tied = {f"{name}.weight" for name, module in self._model.named_modules() if module is skeleton.output}
+        head = {f"{name}.weight" for name, module in self._model.named_modules() if module is skeleton.output}
         have = {name for first, recipe in self._recipes.items() for name in self._targets(first, recipe)}
-        missing = sorted(set(self._wanted) - have - (tied if skeleton.tied else set()))
+        if head <= have:
+            skeleton.untie()
+        missing = sorted(set(self._wanted) - have - (head if skeleton.tied else set()))
         if missing:
             shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
             raise ModelError(f"{source.name}: the checkpoint lacks {shown}; it is incomplete or of another model.")

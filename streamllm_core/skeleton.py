@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from streamllm_core.architectures import check_supported
 from streamllm_core.attention import NAME, PassState
@@ -21,8 +21,8 @@ from streamllm_core.weights import WeightSource
 class _Hidden(nn.Module):
     """Stands for the base model inside the CausalLM, so that the model file's own head code runs on given rows."""
 
-    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> BaseModelOutputWithPast:
-        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)  # the head of a MoE looks for router logits
 
 
 class Skeleton:
@@ -31,6 +31,7 @@ class Skeleton:
     def __init__(self, config: Any, dtype: torch.dtype) -> None:
         with _parameters_on_meta(), no_init_weights():
             self.causal = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME).eval()
+        self.causal.tie_weights()  # belongs to the initialisation that was left out
         self.config = config
         self.prefix = self.causal.base_model_prefix
         self.base = getattr(self.causal, self.prefix)
@@ -39,6 +40,10 @@ class Skeleton:
         self.embedding: nn.Module = self.base.get_input_embeddings()
         self.output: nn.Module = self.causal.get_output_embeddings()
         self.tied = self.output.weight is self.embedding.weight
+
+    def untie(self) -> None:
+        """The checkpoint has a head of its own, whatever the configuration says."""
+        self.tied = False
 
     def attach(self, state: PassState) -> None:
         """Let every attention module find the pass, and the head run apart from the base model."""
