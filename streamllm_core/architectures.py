@@ -78,6 +78,8 @@ def check_supported(config: Any) -> None:
         raise ModelError(
             f"models of type '{kind}' are not supported: {why}. Supported: {', '.join(sorted(SUPPORTED))}."
         )
+    if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
+        raise ModelError(f"this '{kind}' checkpoint attends to later tokens as well; only causal models are supported.")
     if getattr(config, "quantization_config", None):
         raise ModelError(
             f"this '{kind}' checkpoint carries a quantization_config, which is not supported; "
