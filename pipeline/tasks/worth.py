@@ -1,0 +1,56 @@
+"""How well a sentence stands alone, judged by its form."""
+
+import re
+
+BARRED = 1.0  # from this reluctance on a sentence is not shown while there are others
+
+_COMFORTABLE = (60, 320)  # characters
+_LONGEST = 700
+_DIGITS = re.compile(r"\d+")
+_NO_WORD = re.compile(r"\W+")
+_WORD = re.compile(r"[^\W\d_]{2,}")
+_LEADERS = re.compile(r"\.{4,}|(?:\. ){3,}|…{2,}|_{4,}|-{5,}|={5,}|\*{4,}")
+_ENDED = re.compile(r"[.!?…。！？؟۔।][\"'”’»)\]*_」』）]*\Z")
+# A sentence that opens so leans on the one before it.
+_LEANING = frozenset(
+    """and but or nor so then yet thus hence therefore however moreover also besides this that these those it its he his
+    she her they their such here there both neither again indeed finally second secondly third instead otherwise
+    still""".split()
+)
+_COURTESY = re.compile(
+    r"\b(?:thank(?:s| you)|ladies and gentlemen|good (?:night|evening|morning)|god bless|welcome)\b", re.I
+)
+
+
+def fold(text: str) -> str:
+    """The text without its case, numbers and punctuation: equal for headers, page lines and log lines that repeat."""
+    return _NO_WORD.sub(" ", _DIGITS.sub("0", text.casefold())).strip()
+
+
+def reluctance(text: str) -> float:
+    """What to take off a sentence's centrality (a cosine) before it is shown alone; `BARRED` and more: a fragment."""
+    words = _WORD.findall(text)
+    letters = sum(map(len, words))
+    if len(text) > _LONGEST or len(words) < 3 or _LEADERS.search(text) or _is_shouted(text, words):
+        return BARRED
+    shortest, longest = _COMFORTABLE
+    total = max(0.0, (shortest - len(text)) / 100) + max(0.0, (len(text) - longest) / 1000)
+    if not _ENDED.search(text):
+        # Records have no full stop; a line of words without one is the start of something.
+        total += 0.1 if letters < 0.75 * len(text) else 0.3
+    total += 0.1 * (words[0].casefold() in _LEANING)
+    total += 0.1 * text.rstrip("\"'”’)]").endswith("?")
+    total += 0.2 * bool(_COURTESY.search(text))
+    total += 0.1 * _is_unbalanced(text)
+    total += 0.15 * (letters < 0.5 * len(text))
+    return total
+
+
+def _is_shouted(text: str, words: list[str]) -> bool:
+    return text.isupper() and len(words) < 12
+
+
+def _is_unbalanced(text: str) -> bool:
+    """Whether a quotation or bracket is opened and not closed, or the other way round."""
+    pairs = (("(", ")"), ("[", "]"), ("“", "”"), ("«", "»"))
+    return text.count('"') % 2 == 1 or any(text.count(left) != text.count(right) for left, right in pairs)
