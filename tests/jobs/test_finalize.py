@@ -35,18 +35,21 @@ def open_job(output: Path) -> Job:
     return Job.open(output, config={}, fingerprint={}, limits=UnitLimits(rows=2))
 
 
-def prepare(job: Job) -> None:
+def prepare(job: Job, saved: set[RowKey]) -> None:
     for row in ROWS:
         if job.admit(row):
+            assert row.key not in saved, "a row that was saved is asked for again"
             job.save_state(row.key, "snapshot", b"half")
             job.save_row(Envelope(row.key, "ok", {"row": row.key.ordinal}))
+            saved.add(row.key)
     job.end_of_input()
 
 
-def run(output: Path) -> None:
+def run(output: Path, saved: set[RowKey]) -> None:
+    """Run the whole job; `saved` are the rows whose save_row has returned, in this attempt and earlier ones."""
     with open_job(output) as job:
         if not job.finished:
-            prepare(job)
+            prepare(job, saved)
             job.finalize(write, {"exit_code": 0})
         assert job.summary == {"exit_code": 0}
 
@@ -119,17 +122,18 @@ def test_a_kill_before_any_change_of_the_disk_is_survived(tmp_path: Path, locks:
     for point in itertools.count():
         output = tmp_path / str(point) / "out.jsonl"
         output.parent.mkdir()
+        saved: set[RowKey] = set()
         with pytest.MonkeyPatch.context() as patch:
             disk = Disk(patch, point, Killed)
             try:
-                run(output)
+                run(output, saved)
                 survived = True
             except Killed:
                 survived = False
         free(output, locks)
         if output.exists():
             assert output.read_bytes() == EXPECTED, f"torn output after call {point}"
-        run(output)
+        run(output, saved)
         assert output.read_bytes() == EXPECTED, f"killed before call {point}"
         assert leftovers(output) == set(), f"killed before call {point}"
         shutil.rmtree(output.parent)
@@ -142,13 +146,14 @@ def test_two_kills_in_one_job(tmp_path: Path, locks: list[RunLock]) -> None:
     for first, second in itertools.product(range(20, 90, 9), range(5, 50, 9)):
         output = tmp_path / f"{first}-{second}" / "out.jsonl"
         output.parent.mkdir()
+        saved: set[RowKey] = set()
         for point in (first, second):
             with pytest.MonkeyPatch.context() as patch:
                 Disk(patch, point, Killed)
                 with contextlib.suppress(Killed):
-                    run(output)
+                    run(output, saved)
             free(output, locks)
-        run(output)
+        run(output, saved)
         assert output.read_bytes() == EXPECTED
         assert leftovers(output) == set()
 
@@ -163,18 +168,19 @@ def test_a_disk_that_is_full_at_any_point_stops_the_job_which_goes_on_when_there
     for point in itertools.count():
         output = tmp_path / str(point) / "out.jsonl"
         output.parent.mkdir()
+        saved: set[RowKey] = set()
         with pytest.MonkeyPatch.context() as patch:
             # Removing needs no room, so that it works on a full disk.
             patch.setattr(Disk, "CALLS", tuple(call for call in Disk.CALLS if call[1] in ("fsync", "link", "mkdir")))
             disk = Disk(patch, point, no_space)
             try:
-                run(output)
+                run(output, saved)
                 survived = True
             except TemporaryError as error:
                 survived = False
                 assert str(tmp_path) in str(error) and "MB free" in str(error) and error.exit_code == 75
         free(output, locks)
-        run(output)
+        run(output, saved)
         assert output.read_bytes() == EXPECTED
         assert leftovers(output) == set()
         shutil.rmtree(output.parent)
@@ -190,13 +196,14 @@ def test_without_hard_links_a_kill_is_survived_too(tmp_path: Path, locks: list[R
     for point in range(0, 80, 5):
         output = tmp_path / str(point) / "out.jsonl"
         output.parent.mkdir()
+        saved: set[RowKey] = set()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "link", no_links)
             Disk(patch, point, Killed)
             with contextlib.suppress(Killed):
-                run(output)
+                run(output, saved)
         free(output, locks)
-        run(output)
+        run(output, saved)
         assert output.read_bytes() == EXPECTED
         assert leftovers(output) == set()
 
@@ -215,12 +222,12 @@ def test_a_merge_that_does_not_count_is_not_put_in_place(
 ) -> None:
     output = tmp_path / "out.jsonl"
     with open_job(output) as job:
-        prepare(job)
+        prepare(job, set())
         with pytest.raises(CorruptJobError, match="of 5 rows were written"):
             job.finalize(wrong, {"exit_code": 0})
         assert not job.finished
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl.job"]
-    run(output)
+    run(output, {row.key for row in ROWS})
     assert output.read_bytes() == EXPECTED
 
 
@@ -231,11 +238,11 @@ def test_a_writer_that_fails_leaves_no_file_and_a_job_to_resume(tmp_path: Path) 
 
     output = tmp_path / "out.jsonl"
     with open_job(output) as job:
-        prepare(job)
+        prepare(job, set())
         with pytest.raises(TemporaryError, match="No space left"):
             job.finalize(out_of_room, {"exit_code": 0})
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl.job"]
-    run(output)
+    run(output, {row.key for row in ROWS})
     assert output.read_bytes() == EXPECTED
 
 
@@ -248,7 +255,7 @@ def test_the_writer_gets_a_path_with_the_outputs_suffixes_in_its_folder(tmp_path
 
     output = tmp_path / "out.jsonl.gz"
     with open_job(output) as job:
-        prepare(job)
+        prepare(job, set())
         job.finalize(note, {"exit_code": 0})
     assert seen[0].parent == tmp_path and seen[0].name.endswith("out.jsonl.gz") and seen[0] != output
 
@@ -256,9 +263,9 @@ def test_the_writer_gets_a_path_with_the_outputs_suffixes_in_its_folder(tmp_path
 def test_parts_can_be_kept(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     with open_job(output) as job:
-        prepare(job)
+        prepare(job, set())
         job.finalize(write, {"exit_code": 0}, keep_parts=True)
-    run(output)
+    run(output, set())
     assert len(list((tmp_path / "out.jsonl.job" / "parts").iterdir())) == 3
     assert not (tmp_path / "out.jsonl.job" / "state").exists()
 

@@ -155,6 +155,17 @@ def test_a_unit_whose_last_row_was_saved_before_the_kill_is_committed_on_the_way
     assert written(output) == [0, 1]
 
 
+def test_what_is_left_of_a_committed_units_state_goes(output: Path, folder: Path) -> None:
+    with open_job(output) as job:
+        for row in admit(job)[:3]:
+            job.save_row(result(row))
+    for unit in (0, 1):
+        (folder / "state" / f"00000{unit}").mkdir(parents=True)
+        (folder / "state" / f"00000{unit}" / "0000-000000001.snapshot").write_bytes(b"")
+    with open_job(output):
+        assert files(folder) == {"job.json", "parts/000000.g0.jsonl", "state/000001/0000-000000001.snapshot"}
+
+
 def test_states_belong_to_unfinished_rows(output: Path, folder: Path) -> None:
     key = ROWS[3].key
     with open_job(output) as job:
