@@ -36,7 +36,7 @@ _SCALARS = {
     GGUFValueType.FLOAT64: "<f8",
 }
 _VERSIONS = (2, 3)
-_PIECE_VALUES = 8 << 20  # values dequantised at a time: 32 MB in float32
+_PIECE_VALUES = 4 << 20  # values dequantised at a time: 16 MB in float32
 
 
 @dataclass(frozen=True)
