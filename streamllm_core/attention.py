@@ -51,7 +51,7 @@ def rolling_attention(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
+    **_kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function of a decoder layer.
 
@@ -71,12 +71,12 @@ def rolling_attention(
     window_query, key = state.rotary.rotate(module, batch, query, key)
     ring.write(batch, key[0].transpose(0, 1), value[0].transpose(0, 1))
     sink_query = window_query
-    if any(evicting(ring, run) for run in batch.runs):
+    if batch.memo(("evicting", ring.pins, ring.recent), lambda: any(evicting(ring, run) for run in batch.runs)):
         sink_query, _ = state.rotary.rotate(module, batch, query, key[:, :0], recent=ring.recent)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     attend = sink_window.attend if sink_window.available(query.device) else attend_torch
-    output = attend(ring, batch, window_query[0], sink_query[0], scale, softcap, s_aux)
-    return output[None], None
+    attended = attend(ring, batch, window_query[0], sink_query[0], scale, softcap, s_aux)
+    return attended[None], None
 
 
 AttentionInterface.register(NAME, rolling_attention)
@@ -113,13 +113,17 @@ def attend_torch(
     return output
 
 
-def visible(ring: RingLayer, run: Run, rows: int) -> Tensor:
-    """Which of the first ``rows`` rows each query of ``run`` sees: bool [count, rows] (CPU)."""
-    held = ring.labels(run.sinks, run.stop - 1, rows)[None]
-    query = torch.arange(run.start, run.stop)[:, None]
-    seen = (held >= 0) & (held <= query) & ((held < ring.sinks(run.sinks)) | (query - held <= ring.recent))
-    for start, stop in run.holes:
-        seen &= (held < start) | (held >= stop)
+def visible(ring: RingLayer, runs: list[Run], rows: int) -> Tensor:
+    """Which of the first ``rows`` rows of its slot each query sees, for runs of the same count: bool
+    [runs, count, rows] (CPU)."""
+    stops = torch.tensor([run.stop for run in runs])[:, None]
+    sinks = torch.tensor([ring.sinks(run.sinks) for run in runs])[:, None]
+    held = ring.labels(sinks, stops - 1, rows)[:, None]
+    query = (torch.arange(-runs[0].count, 0) + stops)[:, :, None]
+    seen = (held >= 0) & (held <= query) & ((held < sinks[:, None]) | (query - held <= ring.recent))
+    for index, run in enumerate(runs):
+        for start, stop in run.holes:
+            seen[index] &= (held[index] < start) | (held[index] >= stop)
     return seen
 
 
@@ -147,7 +151,7 @@ def _prefill(
     sinks = ring.sinks(run.sinks) if evicting(ring, run) else 0
 
     def biases() -> tuple[Tensor, Tensor]:
-        seen = visible(ring, run, rows)
+        seen = visible(ring, [run], rows)[0]
         pinned = _bias(seen[:, :sinks], keys)
         seen[:, :sinks] = False
         return _bias(seen, keys), pinned
@@ -186,7 +190,9 @@ def _merge(output: Tensor, weight: Tensor, other: Tensor, other_weight: Tensor) 
 
 
 def _scores(query: Tensor, keys: Tensor, scale: float, softcap: float | None) -> Tensor:
-    scores = (query @ keys.transpose(-1, -2)).float() * scale if query.dtype != torch.float64 else query @ keys.mT * scale
+    """Scaled scores [..., queries, keys] in at least float32; the scale goes to the smaller factor."""
+    scores = (query * scale) @ keys.mT
+    scores = scores.float() if scores.dtype.itemsize < 4 else scores
     return softcap * torch.tanh(scores / softcap) if softcap is not None else scores
 
 
@@ -195,32 +201,31 @@ def _scores(query: Tensor, keys: Tensor, scale: float, softcap: float | None) ->
 
 @dataclass(frozen=True)
 class _DecodeGroup:
-    """Decoding streams whose slots lie in [first, stop); ``reach`` leading rows of each slot are read."""
+    """n decoding streams whose slots lie in [first, stop); ``reach`` leading rows of each slot are read."""
 
     first: int
     stop: int
     reach: int
-    rows: Tensor  # int64 [n]: row of each stream in the micro-batch
-    slots: Tensor  # int64 [n]: slot of each stream, relative to ``first``
-    bias: Tensor  # [stop - first, 1, reach], 0 or -inf
-    pinned: Tensor | None  # bool [stop - first, 1, most sinks]: columns scored with the sink query
+    rows: Tensor | slice  # [n]: row of each stream in the micro-batch
+    slots: Tensor | slice  # [n]: slot of each stream, relative to ``first``
+    bias: Tensor | None  # [stop - first, 1, 1, reach], 0 or -inf; None when everything is seen
+    pinned: Tensor | None  # bool [stop - first, 1, 1, most sinks]: columns scored with the sink query
 
 
 def _decode_groups(ring: RingLayer, batch: MicroBatch) -> list[_DecodeGroup]:
+    """Neighbouring slots in one product, as long as that reads little more than the streams need."""
     runs = sorted((run for run in batch.runs if run.count == 1), key=lambda run: run.slot)
     groups: list[list[Run]] = []
-    needed = 0
+    needed = longest = 0
     for run in runs:
         used = ring.used(run.sinks, run.stop)
-        if groups:
-            longest = max(used, *(ring.used(other.sinks, other.stop) for other in groups[-1]))
-            block = (run.slot + 1 - groups[-1][0].slot) * longest
-            if block <= DECODE_WASTE * (needed + used):
-                groups[-1].append(run)
-                needed += used
-                continue
-        groups.append([run])
-        needed = used
+        block = (run.slot + 1 - groups[-1][0].slot) * max(longest, used) if groups else 0
+        if groups and block <= DECODE_WASTE * (needed + used):
+            groups[-1].append(run)
+            needed, longest = needed + used, max(longest, used)
+        else:
+            groups.append([run])
+            needed = longest = used
     return [_decode_group(ring, group) for group in groups]
 
 
@@ -228,23 +233,30 @@ def _decode_group(ring: RingLayer, runs: list[Run]) -> _DecodeGroup:
     device = ring.keys.device
     first, stop = runs[0].slot, runs[-1].slot + 1
     reach = max(ring.used(run.sinks, run.stop) for run in runs)
-    seen = torch.ones(stop - first, 1, reach, dtype=torch.bool)
-    for run in runs:
-        seen[run.slot - first] = visible(ring, run, reach)
+    slots = torch.tensor([run.slot - first for run in runs])
+    seen = torch.ones(stop - first, 1, 1, reach, dtype=torch.bool)
+    seen[slots] = visible(ring, runs, reach)[:, None]
     pinned = None
     if any(evicting(ring, run) for run in runs):
-        pinned = torch.zeros(stop - first, 1, max(ring.sinks(run.sinks) for run in runs), dtype=torch.bool)
-        for run in runs:
-            pinned[run.slot - first, :, : ring.sinks(run.sinks)] = True
+        counts = torch.zeros(stop - first, dtype=torch.long)
+        counts[slots] = torch.tensor([ring.sinks(run.sinks) for run in runs])
+        pinned = (torch.arange(int(counts.max())) < counts[:, None])[:, None, None].to(device)
     return _DecodeGroup(
         first,
         stop,
         reach,
-        torch.tensor([run.offset for run in runs], device=device),
-        torch.tensor([run.slot - first for run in runs], device=device),
-        _bias(seen, ring.keys),
-        pinned if pinned is None else pinned.to(device),
+        _as_slice([run.offset for run in runs], device),
+        _as_slice(slots.tolist(), device),
+        None if bool(seen.all()) else _bias(seen, ring.keys),
+        pinned,
     )
+
+
+def _as_slice(indices: list[int], device: torch.device) -> Tensor | slice:
+    """Consecutive indices as a slice, which needs no copy."""
+    if indices == list(range(indices[0], indices[0] + len(indices))):
+        return slice(indices[0], indices[0] + len(indices))
+    return torch.tensor(indices, device=device)
 
 
 def _decode(
@@ -262,19 +274,24 @@ def _decode(
     streams, kv_heads = keys.shape[:2]
 
     def fold(query: Tensor) -> Tensor:  # [heads, tokens, d] -> [streams, kv_heads, group, d]
-        folded = query.new_zeros(streams, *query.shape[::2])
-        folded[group.slots] = query[:, group.rows].transpose(0, 1)
-        return folded.unflatten(1, (kv_heads, -1))
+        rows = query[:, group.rows].transpose(0, 1)
+        if len(rows) < streams:
+            spread = rows.new_zeros(streams, *rows.shape[1:])
+            spread[group.slots] = rows
+            rows = spread
+        return rows.view(*rows.shape[:1], kv_heads, -1, rows.shape[-1])
 
     scores = _scores(fold(window_query), keys, scale, softcap)
     if group.pinned is not None:
         most = group.pinned.shape[-1]
         pinned = _scores(fold(sink_query), keys[:, :, :most], scale, softcap)
-        scores[..., :most] = torch.where(group.pinned[:, None], pinned, scores[..., :most])
-    scores += group.bias[:, None]
+        scores[..., :most] = torch.where(group.pinned, pinned, scores[..., :most])
+    if group.bias is not None:
+        scores += group.bias
     if s_aux is not None:
         extra = s_aux.to(scores.dtype).view(kv_heads, -1, 1).expand(streams, -1, -1, -1)
         shares = torch.softmax(torch.cat([scores, extra], -1), -1)[..., :-1]
     else:
         shares = torch.softmax(scores, -1)
-    return (shares.to(values.dtype) @ values).flatten(1, 2)[group.slots]
+    output = (shares.to(values.dtype) @ values).flatten(1, 2)
+    return output[group.slots]

@@ -126,7 +126,7 @@ def bench(
     number = resolve_dtype(dtype, place)
     with tempfile.TemporaryDirectory() as folder:
         source = RandomSource(shape.config(), Path(folder), number, place)
-        model = StreamingModel(source, place, number, 2**62, 0, prefetching=True)
+        model = StreamingModel(source, place, number, 2**62, 0)
     moved = sum(layout.nbytes for layout in model.streamer.layouts.values())
     bandwidth = _link_bandwidth(model)
     for count in tokens:
@@ -160,6 +160,7 @@ def _pass_seconds(model: StreamingModel, streams: int, chunk: int, window: int, 
 def _link_bandwidth(model: StreamingModel) -> float:
     """Bytes a second of copying one layer after another into the scratchpads, nothing else running."""
     link, layouts = model.streamer.link, model.streamer.layouts
+    assert link is not None
 
     def run() -> None:
         for turn, layer in enumerate(sorted(layouts)):
@@ -199,9 +200,7 @@ def _flash(streams: int, chunk: int, window: int, heads: int, kv_heads: int, dim
         query = torch.randn(streams * chunk, heads, dim, **place)
         keys = torch.randn(streams * seen, heads, dim, **place)
         edges = torch.arange(streams + 1, device=place["device"], dtype=torch.int32)
-        return lambda: varlen_attn(
-            query, keys, keys, edges * chunk, edges * seen, chunk, seen, window_size=(window, 0)
-        )
+        return lambda: varlen_attn(query, keys, keys, edges * chunk, edges * seen, chunk, seen, window_size=(window, 0))
     query = torch.randn(streams, heads, chunk, dim, **place)
     keys = torch.randn(streams, kv_heads, seen, dim, **place)
     distance = torch.arange(window, seen)[:, None] - torch.arange(seen)

@@ -99,13 +99,12 @@ class RingLayer:
         ring = sinks + (batch.positions - sinks) % self.capacity
         return torch.where(batch.positions < sinks, batch.positions, ring)
 
-    def labels(self, sinks: int, last: int, rows: int) -> Tensor:
-        """Stream position held by each of the first ``rows`` rows once token ``last`` is written (int64 [rows], CPU);
-        -1 where no token of this stream is."""
+    def labels(self, sinks: Tensor, last: Tensor, rows: int) -> Tensor:
+        """Stream position held by each of the first ``rows`` rows of slots that pin ``sinks`` tokens each and whose
+        token ``last`` was just written (both int64 [n, 1]); -1 where no token of the stream is. int64 [n, rows]."""
         row = torch.arange(rows)
         ring = last - (last - row) % self.capacity
-        first = self.sinks(sinks)
-        held = torch.where(row < first, row, torch.where(ring >= first, ring, -1))
+        held = torch.where(row < sinks, row, torch.where(ring >= sinks, ring, -1))
         return torch.where(held <= last, held, -1)
 
     def logical_rows(self, sinks: int, length: int) -> Tensor:
@@ -201,7 +200,8 @@ class RollingCache:
         stream.holes = tuple(holes)
 
     def check_room(self, stream: Stream, tokens: int) -> None:
-        """Raise WindowError when ``tokens`` more would overwrite what a rewind needs, ValueError for a closed stream."""
+        """Raise WindowError when ``tokens`` more would overwrite what a rewind needs, ValueError for a
+        closed stream."""
         _check_open(stream)
         if stream.marked is not None and stream.length + tokens - stream.marked > self.headroom:
             raise WindowError(

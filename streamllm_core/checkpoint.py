@@ -32,8 +32,10 @@ class _Recipe:
 class Checkpoint:
     """Tensors by module name, read when asked for."""
 
-    def __init__(self, source: WeightSource, skeleton: Skeleton) -> None:
-        """Raises ModelError when the checkpoint lacks tensors of the model."""
+    def __init__(self, source: WeightSource, skeleton: Skeleton, rounded_to: torch.dtype) -> None:
+        """Weights are rounded to ``rounded_to``, whatever they are computed with. Raises ModelError when the checkpoint
+        lacks tensors of the model."""
+        self._rounded_to = rounded_to
         self.source = source
         self._model = skeleton.causal
         self._wanted: dict[str, Tensor] = dict(skeleton.causal.state_dict())
@@ -46,9 +48,11 @@ class Checkpoint:
         if missing:
             shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
             raise ModelError(f"{source.name}: the checkpoint lacks {shown}; it is incomplete or of another model.")
+        for first, recipe in self._recipes.items():
+            self._check_sizes(first, recipe)
 
     def tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
-        """(module name, tensor on the CPU in its stored dtype) of everything under ``prefix``. Raises ModelError."""
+        """(module name, rounded tensor on the CPU) of everything under ``prefix``. Raises ModelError."""
         for first, recipe in self._recipes.items():
             if not first.startswith(prefix):
                 continue
@@ -58,7 +62,7 @@ class Checkpoint:
                     raise ModelError(
                         f"{self.source.name}: {name} has shape {list(tensor.shape)}, expected {list(wanted.shape)}."
                     )
-                yield name, tensor
+                yield name, tensor.to(self._rounded_to) if tensor.is_floating_point() else tensor
             for stored, _ in recipe.parts:
                 self.source.release(stored)
 
@@ -86,6 +90,25 @@ class Checkpoint:
                 recipe = recipes.setdefault(name, _Recipe(by_pattern[pattern] if pattern else None))
                 recipe.parts.append((stored, pattern or stored))
         return recipes
+
+    def _check_sizes(self, first: str, recipe: _Recipe) -> None:
+        """From headers alone, so that a model is refused when it is loaded and not in the middle of a pass."""
+        shapes = [torch.Size(self.source.header(stored)[1]) for stored, _ in recipe.parts]
+        if recipe.converter is None:
+            self._check_shape(first, shapes[0])
+            return
+        held = sum(shape.numel() for shape in shapes)
+        wanted = sum(self._wanted[name].numel() for name in self._targets(first, recipe))
+        if held != wanted:
+            raise ModelError(
+                f"{self.source.name}: {first} needs {wanted:,} values, but the {len(shapes)} stored tensors that it is "
+                f"made of ({recipe.parts[0][0]}, …) hold {held:,}; the checkpoint is incomplete or of another model."
+            )
+
+    def _check_shape(self, name: str, shape: torch.Size) -> None:
+        wanted = self._wanted[name].shape
+        if shape != wanted:
+            raise ModelError(f"{self.source.name}: {name} has shape {list(shape)}, expected {list(wanted)}.")
 
     def _targets(self, first: str, recipe: _Recipe) -> list[str]:
         if recipe.converter is None:

@@ -107,8 +107,10 @@ class Engine:
         """An upper estimate of what a pass needs beside weights and cache."""
         config = self.model.config
         widest = max(getattr(config, "intermediate_size", 0) or 0, heads * head_dim, config.hidden_size)
-        in_layer = self.micro_tokens * (6 * widest + 8 * heads * head_dim) * max(self.model.dtype.itemsize, 4)
-        return in_layer + self.pass_tokens * config.hidden_size * 3 * 4 + LOGIT_ROWS * config.vocab_size * 8
+        in_layer: int = self.micro_tokens * (6 * widest + 8 * heads * head_dim) * max(self.model.dtype.itemsize, 4)
+        across_layers: int = self.pass_tokens * config.hidden_size * 3 * 4
+        logits: int = LOGIT_ROWS * config.vocab_size * 8
+        return in_layer + across_layers + logits
 
     # --- streams ---------------------------------------------------------------------------------------------
 

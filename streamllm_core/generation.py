@@ -58,9 +58,7 @@ def generate(
     ]
     while engine.busy:
         engine.step()
-    answers = [
-        request.generated + ([] if request.stopped_by is None else [request.stopped_by]) for request in requests
-    ]
+    answers = [request.generated + ([] if request.stopped_by is None else [request.stopped_by]) for request in requests]
     longest = max(len(answer) for answer in answers)
     padded = [answer + [_pad(model)] * (longest - len(answer)) for answer in answers]
     new = torch.tensor(padded, dtype=input_ids.dtype, device=input_ids.device).view(len(answers), longest)
@@ -100,7 +98,7 @@ def _rows(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
     if input_ids.ndim != 2 or input_ids.shape[1] == 0:
         raise ValueError(f"input_ids must be [batch, tokens] with at least one token, not {list(input_ids.shape)}")
     if attention_mask is None:
-        return input_ids.tolist()  # type: ignore[no-any-return]
+        return input_ids.tolist()
     if attention_mask.shape != input_ids.shape:
         raise ValueError(f"attention_mask {list(attention_mask.shape)} does not match {list(input_ids.shape)}")
     rows = [row[mask.bool()].tolist() for row, mask in zip(input_ids, attention_mask.to(input_ids.device), strict=True)]
@@ -117,9 +115,7 @@ def _engine(model: StreamingModel, rows: list[list[int]], max_new_tokens: int, w
     return model.engine(EngineConfig(window=recent, sinks=DEFAULT_SINKS, streams=len(rows), excursion=0))
 
 
-def _request(
-    model: StreamingModel, engine: Engine, row: list[int], max_new_tokens: int, sampling: Sampling
-) -> Request:
+def _request(model: StreamingModel, engine: Engine, row: list[int], max_new_tokens: int, sampling: Sampling) -> Request:
     stream = engine.open(sinks=DEFAULT_SINKS)
     request = Request(stream, row, max_new_tokens=max_new_tokens, sampling=sampling, stop=model.stop_tokens)
     engine.submit(request)

@@ -46,7 +46,9 @@ class AutoModel:
 
         Args:
             device: "auto" takes CUDA if there is a card, else the CPU.
-            dtype: "auto" is bf16 on CUDA and on CPUs with AVX512-BF16 or AMX, else float32.
+            dtype: "auto" is bf16 on CUDA and on CPUs with AVX512-BF16 or AMX, else float32. On a CPU without units for
+                a 16-bit type, weights are rounded to it and computed with in float32, which is several times faster
+                than emulating it.
             prefetching: transfer the next layer while one computes.
             resident_layers: how many layers stay on the device; "auto" keeps as many as fit.
             vram: the byte budget on the device ("4GB"); None takes what is free.
@@ -63,7 +65,7 @@ class AutoModel:
             raise ValueError(f"resident_layers must be at least 0, not {resident}")
         budget = parse_bytes(vram) if vram is not None else free_bytes(place)
         source = open_source(name_or_path, revision=revision, token=token, dtype=number)
-        return StreamingModel(source, place, number, budget, resident, prefetching)
+        return StreamingModel(source, place, number, budget, resident, prefetching=prefetching)
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -85,17 +87,26 @@ def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype
     if dtype == "auto":
         if device.type == "cuda":
             return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
-        fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-        return torch.bfloat16 if fast else torch.float32
+        return torch.bfloat16 if computes_in(torch.bfloat16, device) else torch.float32
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be 'auto', {', '.join(DTYPES)}; not '{dtype}'")
     return DTYPES[dtype]
 
 
+def computes_in(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the device multiplies matrices of ``dtype`` faster than float32 ones."""
+    if device.type == "cuda" or dtype.itemsize >= 4:
+        return True
+    if dtype == torch.bfloat16:
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.cpu._is_amx_fp16_supported()
+
+
 class StreamingModel:
     """A causal language model; see ``AutoModel.from_pretrained``.
 
-    Attributes: ``config`` (transformers), ``device``, ``dtype``, ``plan`` (MemoryPlan), ``streamer`` (counters).
+    Attributes: ``config`` (transformers), ``device``, ``dtype`` (of the computation), ``plan`` (MemoryPlan),
+    ``streamer`` (counters).
     """
 
     def __init__(
@@ -105,19 +116,20 @@ class StreamingModel:
         dtype: torch.dtype,
         budget: int,
         resident: int | None,
-        prefetching: bool,
+        *,
+        prefetching: bool = True,
     ) -> None:
         self.name = str(source.name)
         self.config = read_config(source)
         self.device = device
-        self.dtype = dtype
+        self.dtype = dtype if computes_in(dtype, device) else torch.float32
         self.fingerprint: dict[str, object] = source.fingerprint
         self.parameter_count = parameter_count(source)
         self.state = PassState()
         self._config_dir = Path(source.config_dir)
-        self._skeleton = Skeleton(self.config, dtype)
+        self._skeleton = Skeleton(self.config, self.dtype)
         self.rotary_module: nn.Module = self._skeleton.base.rotary_emb
-        checkpoint = Checkpoint(source, self._skeleton)
+        checkpoint = Checkpoint(source, self._skeleton, rounded_to=dtype)
         self.state.tap_layer = max(0, round(self.config.num_hidden_layers * TAP_DEPTH) - 1)
         layouts = [ArenaLayout.of(layer) for layer in self._skeleton.layers]
         fixed = self._load_fixed(checkpoint)
@@ -148,7 +160,7 @@ class StreamingModel:
                     owner._buffers[leaf] = value
                 used += value.nbytes if place == self.device else 0
         if skeleton.tied:
-            shared = skeleton.embedding.weight.to(self.device)
+            shared = skeleton.embedding._parameters["weight"].to(self.device)  # type: ignore[union-attr]
             skeleton.output._parameters["weight"] = nn.Parameter(shared, requires_grad=False)
             used += shared.nbytes if self.device.type != "cpu" else 0
         for module in skeleton.causal.modules():
@@ -157,9 +169,7 @@ class StreamingModel:
                     module._buffers[name] = buffer.to(self.device) if buffer is not None else None
         return used
 
-    def _load_layers(
-        self, checkpoint: Checkpoint, layouts: list[ArenaLayout], prefetching: bool
-    ) -> LayerStreamer:
+    def _load_layers(self, checkpoint: Checkpoint, layouts: list[ArenaLayout], prefetching: bool) -> LayerStreamer:
         skeleton, device = self._skeleton, self.device
         streamed = {index: layout for index, layout in enumerate(layouts) if index not in self.plan.resident}
         for index in self.plan.resident:

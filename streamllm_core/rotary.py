@@ -60,7 +60,7 @@ class Rotary:
         apply = sys.modules[type(attention).__module__].apply_rotary_pos_emb
         part = getattr(attention, "rotary_ndims", None) or query.shape[-1]
         if part == query.shape[-1]:
-            return tuple(apply(query, key, cos, sin))  # type: ignore[return-value]
+            return apply(query, key, cos, sin)  # type: ignore[no-any-return]
         turned = apply(query[..., :part], key[..., :part], cos, sin)
         return torch.cat([turned[0], query[..., part:]], -1), torch.cat([turned[1], key[..., part:]], -1)
 

@@ -19,9 +19,11 @@ class Work:
 def plan_pass(requests: Sequence[Request], budget: int) -> list[Work]:
     """All decode tokens first, then prefill chunks, oldest request first, up to ``budget`` tokens in all.
 
-    When decode tokens alone fill the budget, the oldest prefill still gets one token: no document starves.
+    Decode tokens stand in the order of their slots, so that attention reads neighbouring slots as one block. When
+    decode tokens alone fill the budget, the oldest prefill still gets one token: no document starves.
     """
     decoding = [Work(request, (request.pending,)) for request in requests if request.pending is not None]
+    decoding.sort(key=lambda work: work.request.stream.slot)
     room = max(budget - len(decoding), 1)
     reading: list[Work] = []
     for request in requests:

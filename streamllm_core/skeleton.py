@@ -49,7 +49,7 @@ class Skeleton:
         """Let every attention module find the pass, and the head run apart from the base model."""
         for module in self.layers.modules():
             if hasattr(module, "layer_idx"):
-                module.rolling = state
+                module.__dict__["rolling"] = state
         # The base model stays reachable as ``self.base``; names in the state dict are not needed any more.
         setattr(self.causal, self.prefix, _Hidden())
 

@@ -9,6 +9,7 @@ rotated for the sinks, then over the window with the query at its true position,
 from __future__ import annotations
 
 import importlib.util
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,7 +47,8 @@ def attend(
         ("prefill", wide, [run for run in batch.runs if run.count > 1]),
     ):
         if runs:
-            table, holes = batch.memo((name, ring.pins), lambda r=runs, m=rows: _table(ring, r, m // group, batch.device))  # type: ignore[misc]
+            build = partial(_table, ring, runs, rows // group, batch.device)
+            table, holes = batch.memo((name, ring.pins, ring.capacity), build)
             _launch(ring, table, holes, rows, window_query, sink_query, output, scale, softcap, s_aux)
     return output
 
@@ -55,15 +57,19 @@ def _table(ring: RingLayer, runs: list[Run], queries: int, device: torch.device)
     """One line of BLOCK_FIELDS int32 for each program of ``queries`` queries, and whether there are holes."""
     lines = []
     for run in runs:
-        holes = [edge for hole in run.holes for edge in hole] + [FAR] * (2 * (MAX_HOLES - len(run.holes)))
+        sinks = ring.sinks(run.sinks)
+        # Whole turns of the ring change nothing and keep positions in 32 bits, however long the text.
+        turns = max(0, run.start - sinks - ring.recent) // ring.capacity * ring.capacity
+        holes = [edge - turns for hole in run.holes for edge in hole] + [FAR] * (2 * (MAX_HOLES - len(run.holes)))
         for first in range(0, run.count, queries):
             count = min(queries, run.count - first)
-            lines.append([run.offset + first, count, run.start + first, run.slot, ring.sinks(run.sinks), *holes])
+            lines.append([run.offset + first, count, run.start + first - turns, run.slot, sinks, *holes])
     return torch.tensor(lines, dtype=torch.int32).to(device), any(run.holes for run in runs)
 
 
 def _shared_memory(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
 
 
 def _launch(
@@ -105,7 +111,7 @@ def _launch(
         softcap or 0.0,
         GROUP=heads // kv_heads,
         D=head_dim,
-        D_PADDED=triton.next_power_of_2(head_dim),
+        D_PADDED=max(16, triton.next_power_of_2(head_dim)),  # the least that tl.dot takes
         M=rows,
         N=32 if exact else 64,
         N_SINKS=16,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,4 +57,5 @@ class ArenaLayout:
         for entry in self.entries:
             path, _, leaf = entry.name.rpartition(".")
             owner = layer.get_submodule(path)
-            (owner._parameters if entry.is_parameter else owner._buffers)[leaf] = views[entry.name]
+            place: dict[str, Any] = owner._parameters if entry.is_parameter else owner._buffers
+            place[leaf] = views[entry.name]

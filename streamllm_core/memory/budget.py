@@ -67,10 +67,8 @@ class KVCacheSizingManager:
         slots = 2 * max(layer_bytes)
         if resident is None:
             room = int(self.budget * (1 - CACHE_SHARE)) - fixed
-            if sum(layer_bytes) <= room:
-                resident = count
-            else:
-                resident = max(0, (room - slots) // max(layer_bytes))
+            all_fit = sum(layer_bytes) <= room
+            resident = count if all_fit else max(0, (room - slots) // max(layer_bytes))
         resident = min(resident, count)
         slots = slots if resident < count else 0
         chosen = tuple(sorted({index * count // resident for index in range(resident)})) if resident else ()

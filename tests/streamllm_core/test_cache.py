@@ -35,6 +35,11 @@ def append(cache: RollingCache, stream: Stream, count: int) -> None:
     stream.last_hidden = keys[-1, 0]
 
 
+def labels(layer: RingLayer, stream: Stream, rows: int) -> torch.Tensor:
+    sinks = torch.tensor([[layer.sinks(stream.sinks)]])
+    return layer.labels(sinks, torch.tensor([[stream.length - 1]]), rows)[0]
+
+
 def held(layer: RingLayer, stream: Stream) -> list[int]:
     """What the rows of a stream's slot hold, read from the keys themselves."""
     return [int(key) for key in layer.keys[stream.slot, 0, :, 0]]
@@ -52,7 +57,7 @@ def test_labels_say_what_rows_hold(seed: int) -> None:
         append(cache, stream, chance.randint(1, cache.headroom))
         for layer in cache.layers:
             rows = layer.used(stream.sinks, stream.length)
-            assert layer.labels(stream.sinks, stream.length - 1, rows).tolist() == held(layer, stream)[:rows]
+            assert labels(layer, stream, rows).tolist() == held(layer, stream)[:rows]
             assert held(layer, stream)[rows:] == [0] * (layer.keys.shape[2] - rows)  # never written
 
 
@@ -89,7 +94,7 @@ def test_positions_far_beyond_int32_have_rows() -> None:
     append(cache, stream, 3)
     for layer in cache.layers:
         rows = layer.used(4, stream.length)
-        label = layer.labels(4, stream.length - 1, rows)
+        label = labels(layer, stream, rows)
         assert {2**40, 2**40 + 1, 2**40 + 2} <= set(label.tolist())
 
 
