@@ -58,10 +58,9 @@ def read_model(file: GGUFFile) -> GGUFModel:
         "rms_norm_eps": reader.number("attention.layer_norm_rms_epsilon"),
         "rope_parameters": _rope(reader, head_dim),
         "tie_word_embeddings": plan.tied,
-        "attention_bias": plan.attention_bias,
     }
     if architecture == "llama":
-        config["mlp_bias"] = plan.mlp_bias
+        config |= {"attention_bias": plan.attention_bias, "mlp_bias": plan.mlp_bias}
     else:
         config["use_sliding_window"] = False
     tokens = {role: file.metadata.get(f"tokenizer.ggml.{key}_token_id") for role, key in _TOKEN_KEYS.items()}
