@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from jobs import Envelope, FingerprintError, Job, JobRecord, RowKey, read_job
+from jobs import Envelope, FingerprintError, Job, JobRecord, RowKey, UnitLimits, read_job
 from jobs import Row as PlannedRow
 from jobs.fingerprint import describe, differences
 from jobs.record import job_folder
@@ -27,10 +27,16 @@ if TYPE_CHECKING:
 EXIT_TOO_MANY_ERRORS = 4
 
 
-def run_job(config: RunConfig, reporter: Reporter, stop: StopSwitch) -> dict[str, Any]:
+def run_job(
+    config: RunConfig,
+    reporter: Reporter,
+    stop: StopSwitch,
+    limits: UnitLimits = UnitLimits(),  # noqa: B008 (frozen)
+) -> dict[str, Any]:
     """Begin, resume or merely find finished the job of `config`; returns its summary, with the "exit_code".
 
-    Raises UserError, JobError, StreamLLMError and OSError; whatever was saved until then stays saved.
+    `limits` says how many rows of a new job are committed together. Raises UserError, JobError, StreamLLMError and
+    OSError; whatever was saved until then stays saved.
     """
     output_format(config.job.output)
     record = None if config.job.restart else read_job(config.job.output)
@@ -59,7 +65,9 @@ def run_job(config: RunConfig, reporter: Reporter, stop: StopSwitch) -> dict[str
     loaded = _load(config, files, reporter)
     fingerprint = {"request": request, "resolved": loaded.resolved}
     recorded["resolved"] = loaded.resolved
-    with Job.open(config.job.output, config=recorded, fingerprint=fingerprint, restart=config.job.restart) as job:
+    with Job.open(
+        config.job.output, config=recorded, fingerprint=fingerprint, restart=config.job.restart, limits=limits
+    ) as job:
         return _Attempt(config, job, loaded, files, reporter, stop).run()
 
 

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable
 from enum import StrEnum
@@ -59,6 +60,12 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+def _device(name: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
+        raise typer.BadParameter(f"{name} is not auto, cpu, cuda or cuda:N")
+    return name
+
+
 @app.callback()
 def _main(
     show_version: Annotated[
@@ -85,7 +92,7 @@ def summarize(
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Hub revision: branch, tag or commit.")] = None,
     dtype: Annotated[Dtype, typer.Option(help="Number type to compute in.")] = Dtype.auto,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    device: Annotated[str, typer.Option(callback=_device, help="auto, cpu, cuda or cuda:N.")] = "auto",
     vram: Annotated[str | None, typer.Option(help="Memory budget, for example 4GB. Default: what is free.")] = None,
     resident_layers: Annotated[
         int | None,

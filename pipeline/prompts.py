@@ -59,7 +59,8 @@ class DataEncoder:
         # Runs of blanks are added tokens in some vocabularies (GPT-NeoX) and merges in others; they control nothing.
         self._control = frozenset(token for token, content in added.items() if content.strip())
         unknown = spec["model"].get("unk_token")
-        self._unknown = next((token for token, content in added.items() if content == unknown), None)
+        by_content = next((token for token, content in added.items() if content == unknown), None)
+        self._unknown = spec["model"].get("unk_id", by_content)  # Unigram names it by its id
         self._tokenizer = Tokenizer.from_str(
             json.dumps({**spec, "added_tokens": [], "post_processor": None, "truncation": None, "padding": None})
         )

@@ -4,6 +4,11 @@ import re
 
 BARRED = 1.0  # from this reluctance on a sentence is not shown while there are others
 
+
+def _words(listed: str) -> frozenset[str]:
+    return frozenset(listed.split())
+
+
 _COMFORTABLE = (60, 320)  # characters
 _LONGEST = 700
 _DIGITS = re.compile(r"\d+")
@@ -12,10 +17,10 @@ _WORD = re.compile(r"[^\W\d_]{2,}")
 _LEADERS = re.compile(r"\.{4,}|(?:\. ){3,}|…{2,}|_{4,}|-{5,}|={5,}|\*{4,}")
 _ENDED = re.compile(r"[.!?…。！？؟۔।][\"'”’»)\]*_」』）]*\Z")
 # A sentence that opens so leans on the one before it.
-_LEANING = frozenset(
+_LEANING = _words(
     """and but or nor so then yet thus hence therefore however moreover also besides this that these those it its he his
-    she her they their such here there both neither again indeed finally second secondly third instead otherwise
-    still""".split()
+    she her they their such here there both neither again indeed finally second secondly third instead
+    otherwise still"""
 )
 _COURTESY = re.compile(
     r"\b(?:thank(?:s| you)|ladies and gentlemen|good (?:night|evening|morning)|god bless|welcome)\b", re.I
