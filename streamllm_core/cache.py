@@ -8,13 +8,14 @@ not overwrite.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from streamllm_core.architectures import LayerGeometry
-from streamllm_core.errors import NoFreeStream, WindowError
+from streamllm_core.errors import NoFreeStream, StreamLLMError, WindowError
 from streamllm_core.layout import MicroBatch
 
 MAX_HOLES = 8
@@ -32,7 +33,11 @@ class Mark:
 
 @dataclass(eq=False)
 class Stream:
-    """One text being read: ``length`` tokens so far, the first ``sinks`` of them pinned."""
+    """One text being read: ``length`` tokens so far, the first ``sinks`` of them pinned.
+
+    ``reach``: up to which position its slot has ever been written. Beyond ``length`` lie forgotten excursions and
+    passes that broke off.
+    """
 
     slot: int
     sinks: int
@@ -40,6 +45,7 @@ class Stream:
     holes: tuple[tuple[int, int], ...] = ()
     last_hidden: Tensor | None = field(default=None, repr=False)
     marked: int | None = None
+    reach: int = 0
 
     def mark(self) -> Mark:
         """Begin an excursion; ``rewind`` ends it. Excursions do not nest."""
@@ -161,17 +167,19 @@ class RollingCache:
 
     def close(self, stream: Stream) -> None:
         """Give the slot back. The stream can do nothing more: every use of it raises ValueError."""
-        _check_open(stream)
+        if stream.slot == CLOSED:
+            raise ValueError("this stream is closed")
         self._free.append(stream.slot)
         self._free.sort()  # low slots first keeps decode batches dense
         stream.slot = CLOSED
 
     def fork(self, stream: Stream) -> Stream:
         """A copy of ``stream`` in a slot of its own: constant size, whatever was read. Raises NoFreeStream."""
-        _check_open(stream)
+        self._check_usable(stream)
         if not self._free:
             raise NoFreeStream(f"all {self.slots} stream slots are in use.")
         copy = Stream(self._free.pop(0), stream.sinks, stream.length, stream.holes, stream.last_hidden)
+        copy.reach = stream.reach
         for layer in self.layers:
             layer.keys[copy.slot].copy_(layer.keys[stream.slot])
             layer.values[copy.slot].copy_(layer.values[stream.slot])
@@ -182,7 +190,7 @@ class RollingCache:
 
         At most ``MAX_HOLES`` spans can be hidden at a time; one that has left the window does not count.
         """
-        _check_open(stream)
+        self._check_usable(stream)
         if not stream.sinks <= start < stop <= stream.length:
             raise ValueError(
                 f"cannot evict [{start}, {stop}): the stream holds [{stream.sinks}, {stream.length}) beside its sinks"
@@ -199,15 +207,21 @@ class RollingCache:
             raise ValueError(f"more than {MAX_HOLES} evicted spans in one window")
         stream.holes = tuple(holes)
 
-    def check_room(self, stream: Stream, tokens: int) -> None:
-        """Raise WindowError when ``tokens`` more would overwrite what a rewind needs, ValueError for a
-        closed stream."""
-        _check_open(stream)
-        if stream.marked is not None and stream.length + tokens - stream.marked > self.headroom:
-            raise WindowError(
-                f"an excursion of {stream.length + tokens - stream.marked} tokens exceeds the {self.headroom} "
-                "planned for; raise EngineConfig.excursion."
-            )
+    def reserve(self, pieces: Sequence[tuple[Stream, Sequence[int]]]) -> None:
+        """Note that these tokens are about to be appended to these streams.
+
+        Raises WindowError when they would overwrite what a rewind needs, ValueError for a closed stream,
+        StreamLLMError for a lost one.
+        """
+        for stream, tokens in pieces:
+            self._check_usable(stream)
+            if stream.marked is not None and (away := stream.length + len(tokens) - stream.marked) > self.headroom:
+                raise WindowError(
+                    f"an excursion of {away} tokens exceeds the {self.headroom} planned for; "
+                    "raise EngineConfig.excursion."
+                )
+        for stream, tokens in pieces:
+            stream.reach = max(stream.reach, stream.length + len(tokens))
 
     def snapshot(self, stream: Stream) -> dict[str, Tensor]:
         """The stream in logical order: at most S + R tokens a layer, whatever was read. Tensors are copies on the CPU.
@@ -215,7 +229,7 @@ class RollingCache:
         Keys: ``state`` int64 [length, sinks, holes…], ``last_hidden`` [hidden], ``keys.i`` and ``values.i``
         [kv_heads, tokens, head_dim] for layer i. Raises ValueError.
         """
-        _check_open(stream)
+        self._check_usable(stream)
         if stream.marked is not None:
             raise ValueError("a stream on an excursion cannot be saved; rewind it first")
         flat = [edge for hole in stream.holes for edge in hole]
@@ -234,7 +248,7 @@ class RollingCache:
         rows = [layer.logical_rows(sinks, length) for layer in self.layers]
         self._check_layers(tensors, [len(held) for held in rows])
         stream = self.open(sinks)
-        stream.length = length
+        stream.length = stream.reach = length
         stream.holes = tuple(zip(flat[::2], flat[1::2], strict=True))
         if "last_hidden" in tensors:
             stream.last_hidden = tensors["last_hidden"].to(self.layers[0].keys)
@@ -255,7 +269,11 @@ class RollingCache:
         if saved != expected:
             raise ValueError("this snapshot was taken with another window, model or dtype")
 
-
-def _check_open(stream: Stream) -> None:
-    if stream.slot == CLOSED:  # as an index it would mean the last slot, which may be somebody else's
-        raise ValueError("this stream is closed")
+    def _check_usable(self, stream: Stream) -> None:
+        if stream.slot == CLOSED:  # as an index it would mean the last slot, which may be somebody else's
+            raise ValueError("this stream is closed")
+        if stream.reach - stream.length > self.headroom:
+            raise StreamLLMError(
+                "this stream is lost: a pass broke off after it had overwritten part of the window. "
+                "Close it and begin again, or from its last snapshot."
+            )

@@ -167,8 +167,9 @@ class Engine:
         return bool(self._requests)
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises ValueError when its stream has one already or there is nothing to do, WindowError
-        when the excursion is longer than planned for."""
+        """Queue a request. Raises ValueError when its stream is closed or has one already, or there is nothing to do,
+        WindowError when the excursion is longer than planned for."""
+        self.cache.reserve([(request.stream, ())])
         if any(other.stream is request.stream for other in self._requests):
             raise ValueError("this stream has a request that is not finished")
         if not request.tokens and request.stream.last_hidden is None:
@@ -197,7 +198,7 @@ class Engine:
             tap.collect(self.model.state.tapped)
             pieces = hidden.split([len(work.tokens) for work in works])
             for work, last, rows in zip(works, before, pieces, strict=True):
-                if work.request.score:
+                if work.request.score and not work.request.decoding:
                     self._score(work, last, rows)
                 work.request.absorb(work.tokens)
                 self.tokens_read += len(work.tokens)
@@ -215,10 +216,8 @@ class Engine:
 
         ``tap_rows``: rows whose hidden states at two thirds of the depth are kept in ``model.state.tapped``.
         """
-        runs: list[Run] = []
-        for stream, tokens in pieces:
-            self.cache.check_room(stream, len(tokens))
-            runs.append(Run(stream.slot, 0, len(tokens), stream.length, stream.sinks, stream.holes))
+        self.cache.reserve(pieces)
+        runs = [Run(stream.slot, 0, len(ids), stream.length, stream.sinks, stream.holes) for stream, ids in pieces]
         state = self.model.state
         state.cache, state.rotary = self.cache, self.rotary
         state.batches = micro_batches(runs, self.micro_tokens, self.model.device)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from streamllm_core import NoFreeStream, Stream, WindowError
+from streamllm_core import NoFreeStream, Stream, StreamLLMError, WindowError
 from streamllm_core.architectures import LayerGeometry
 from streamllm_core.cache import MAX_HOLES, RingLayer, RollingCache
 from streamllm_core.layout import MicroBatch, Run
@@ -25,7 +25,7 @@ def make_cache(geometries: Sequence[LayerGeometry] = (ROLLING, SLIDING), **sizes
 
 def append(cache: RollingCache, stream: Stream, count: int) -> None:
     """``count`` tokens whose keys are their own positions."""
-    cache.check_room(stream, count)
+    cache.reserve([(stream, range(count))])
     batch = MicroBatch([Run(stream.slot, 0, count, stream.length, stream.sinks)], 0, CPU)
     positions = torch.arange(stream.length, stream.length + count).float()
     keys = positions[:, None, None].expand(count, *cache.layers[0].keys.shape[1::2])
@@ -141,7 +141,7 @@ def test_a_closed_stream_can_do_nothing_more() -> None:
         lambda: cache.fork(stream),
         lambda: cache.snapshot(stream),
         lambda: cache.evict(stream, 1, 2),
-        lambda: cache.check_room(stream, 1),
+        lambda: cache.reserve([(stream, [1])]),
     ]
     for use in uses:
         with pytest.raises(ValueError, match="closed"):
@@ -225,13 +225,38 @@ def test_an_excursion_as_long_as_the_headroom_overwrites_nothing_visible(length:
     append(cache, stream, 4)
     append(cache, stream, cache.headroom - 4)
     with pytest.raises(WindowError, match=r"excursion of 7 tokens exceeds the 6"):
-        cache.check_room(stream, 1)
+        cache.reserve([(stream, [1])])
     stream.rewind(mark)
     for layer in cache.layers:
         first = layer.sinks(4)
         wanted = {*range(min(first, length)), *range(max(first, length - layer.recent), length)}
         assert wanted <= set(held(layer, stream))
-    cache.check_room(stream, 1000)  # no excursion, no limit
+    cache.reserve([(stream, range(1000))])  # no excursion, no limit
+
+
+@pytest.mark.parametrize(("tokens", "lost"), [(6, False), (7, True)])
+def test_a_pass_that_broke_off_costs_a_stream_only_if_it_overwrote_its_window(tokens: int, lost: bool) -> None:
+    cache = make_cache()
+    stream = cache.open(2)
+    for _ in range(5):
+        append(cache, stream, 6)
+    fork = cache.fork(stream)
+    cache.reserve([(stream, range(tokens))])  # … and then nothing more is heard of this pass
+    uses = [
+        lambda: cache.reserve([(stream, [1])]),
+        lambda: cache.snapshot(stream),
+        lambda: cache.evict(stream, 20, 22),
+        lambda: cache.close(cache.fork(stream)),
+    ]
+    for use in uses:
+        if lost:
+            with pytest.raises(StreamLLMError, match="lost"):
+                use()
+        else:
+            use()
+    cache.snapshot(fork)
+    cache.close(stream)
+    assert cache.free_slots == 2
 
 
 # --- eviction --------------------------------------------------------------------------------------------------
