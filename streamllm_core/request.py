@@ -20,7 +20,9 @@ class Request:
     excursion: rewind the stream when done, as if nothing had happened.
     score: collect log p of each of ``tokens`` in ``logprobs`` (the stream's very first token has none).
     spans: [start, stop) ranges of ``tokens``; ``span_states`` float32 [spans, hidden] gets the mean hidden state of
-        each at two thirds of the depth.
+        each at two thirds of the depth (zeros where a range is empty).
+
+    Raises ValueError for spans beyond the tokens.
     """
 
     stream: Stream
@@ -40,6 +42,10 @@ class Request:
     fed: int = 0  # how many of ``tokens`` are in the cache
     mark: Mark | None = None
     pending: int | None = None  # generated, but not yet in the cache
+
+    def __post_init__(self) -> None:
+        if any(not 0 <= start <= stop <= len(self.tokens) for start, stop in self.spans):
+            raise ValueError(f"spans must lie within the {len(self.tokens)} tokens: {list(self.spans)}")
 
     @property
     def decoding(self) -> bool:
