@@ -26,6 +26,7 @@ from jobs.parts import Envelope
 from jobs.plan import Row, RowKey, Unit, UnitLimits
 from jobs.progress import Progress
 from jobs.record import JobRecord, read_job
+from jobs.recovery import check_output
 
 __all__ = [
     "CorruptJobError",
@@ -41,5 +42,6 @@ __all__ = [
     "TemporaryError",
     "Unit",
     "UnitLimits",
+    "check_output",
     "read_job",
 ]

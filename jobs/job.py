@@ -18,7 +18,7 @@ from jobs.lock import RunLock
 from jobs.parts import Envelope, Parts
 from jobs.plan import Planner, Row, RowKey, Unit, UnitLimits
 from jobs.progress import OpenUnit, Progress
-from jobs.record import JobRecord, agree, job_folder
+from jobs.record import JobRecord, agree, job_folder, output_path
 from jobs.recovery import Recovered, forget, recover, refuse_foreign
 from jobs.store import LocalStore
 
@@ -72,7 +72,7 @@ class Job:
         JobError when `output` is not the job's to write.
         """
         folder = job_folder(output)
-        path = folder.with_name(folder.name.removesuffix(".job"))
+        path = output_path(folder)
         store = LocalStore(folder)
         with storage_errors(path):
             refuse_foreign(path, store)

@@ -37,6 +37,14 @@ class JobRecord:
         created = datetime.now(UTC).isoformat(timespec="seconds")
         return cls(uuid.uuid4().hex, created, normalize(config), normalize(fingerprint), limits)
 
+    def check(self, fingerprint: Mapping[str, Any]) -> None:
+        """Raises FingerprintError with a field-by-field difference when the job was begun with another one."""
+        if found := differences(self.fingerprint, fingerprint):
+            raise FingerprintError(
+                f"the job was begun on {self.created} with something else:\n{describe(found)}\n"
+                "Run it as before to resume it, or with --restart to throw its results away and begin anew."
+            )
+
     def to_bytes(self) -> bytes:
         return encode({"format": _FORMAT, **asdict(self)})
 
@@ -64,6 +72,11 @@ def job_folder(output: str | Path) -> Path:
     return path.with_name(path.name + ".job")
 
 
+def output_path(folder: Path) -> Path:
+    """The output that a job folder stands beside."""
+    return folder.with_name(folder.name.removesuffix(".job"))
+
+
 def read_job(output: str | Path) -> JobRecord | None:
     """What the job of this output was begun with, or None when there is no job. Takes no lock and changes nothing."""
     data = open_store(job_folder(output)).read(NAME)
@@ -81,9 +94,5 @@ def agree(store: Store, wanted: JobRecord) -> JobRecord:
     if data is None:
         raise CorruptJobError(f"{NAME} vanished while it was being read; is something cleaning the folder up?")
     found = JobRecord.from_bytes(data)
-    if difference := differences(found.fingerprint, wanted.fingerprint):
-        raise FingerprintError(
-            f"the job was begun on {found.created} with something else:\n{describe(difference)}\n"
-            "Run it as before to resume it, or with --restart to throw its results away and begin anew."
-        )
+    found.check(wanted.fingerprint)
     return found

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jobs import journal, local, parts
-from jobs.errors import CorruptJobError, JobError
+from jobs.errors import CorruptJobError, JobError, storage_errors
 from jobs.finalize import SUCCESS, Success, clean, read_success
 from jobs.journal import Journal
 from jobs.parts import Header, Parts
 from jobs.plan import Row
-from jobs.record import NAME, JobRecord
+from jobs.record import NAME, JobRecord, job_folder, output_path
 from jobs.store import LocalStore
 
 
@@ -26,6 +26,14 @@ class Recovered:
     resume_after: Row | None = None
     ahead: Mapping[int, Header] = field(default_factory=dict)  # committed units behind the first open one
     counts: Mapping[str, int] = field(default_factory=dict)  # committed rows, by status
+
+
+def check_output(output: str | Path) -> None:
+    """Raises JobError when no job can write this output; `Job.open` checks again. Takes no lock, changes nothing."""
+    folder = job_folder(output)
+    path = output_path(folder)
+    with storage_errors(path):
+        refuse_foreign(path, LocalStore(folder))
 
 
 def refuse_foreign(output: Path, store: LocalStore) -> None:

@@ -8,9 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
-from urllib.request import url2pathname
-
-import fsspec
 
 from jobs import local
 from jobs.errors import JobError, storage_errors
@@ -96,6 +93,9 @@ class ObjectStore:
     """A prefix of any fsspec filesystem which creates conditionally. Raises JobError for one that does not."""
 
     def __init__(self, url: str) -> None:
+        # Imported here because a local job, which may only be asked whether it is finished, need not wait for it.
+        import fsspec
+
         # Listings are never cached: another run or worker may have committed in between.
         self._fs, self._root = fsspec.core.url_to_fs(url, use_listings_cache=False)
         self._url = url.rstrip("/")
@@ -161,7 +161,11 @@ def local_path(url: str | Path) -> Path | None:
     if "://" not in url:
         return Path(url)
     parts = urlsplit(url)
-    return Path(url2pathname(parts.path)) if parts.scheme == "file" else None
+    if parts.scheme != "file":
+        return None
+    from urllib.request import url2pathname  # imports an HTTP client
+
+    return Path(url2pathname(parts.path))
 
 
 def open_store(url: str | Path) -> Store:

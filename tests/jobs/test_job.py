@@ -22,6 +22,7 @@ from jobs import (
     RowKey,
     Unit,
     UnitLimits,
+    check_output,
     read_job,
 )
 from jobs.encoding import encode
@@ -257,6 +258,8 @@ def test_restart_forgets_rows_of_an_unfinished_job(output: Path) -> None:
 
 def test_a_strangers_file_is_never_written_over(output: Path, folder: Path) -> None:
     output.write_bytes(b"precious")
+    with pytest.raises(JobError, match="no job of it"):
+        check_output(output)
     for restart in (False, True):
         with pytest.raises(JobError, match="no job of it") as caught:
             open_job(output, restart=restart)
@@ -268,6 +271,22 @@ def test_a_strangers_file_is_never_written_over(output: Path, folder: Path) -> N
 def test_a_remote_output_is_refused(name: str) -> None:
     with pytest.raises(JobError, match="local path"):
         Job.open(name, config={}, fingerprint={})
+
+
+def test_an_output_can_be_checked_before_any_work(output: Path, folder: Path) -> None:
+    check_output(output)
+    assert not folder.exists()
+    finish(output)
+    check_output(output)
+
+
+def test_a_record_checks_a_fingerprint_by_itself(output: Path) -> None:
+    finish(output)
+    record = read_job(output)
+    assert record is not None
+    record.check({"model": "m"})
+    with pytest.raises(FingerprintError, match="--restart"):
+        record.check({"model": "n"})
 
 
 def test_a_folder_as_output_is_refused(tmp_path: Path) -> None:

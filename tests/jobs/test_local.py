@@ -128,7 +128,8 @@ def test_a_file_where_a_folder_should_be(tmp_path: Path) -> None:
 def test_a_folder_that_is_swept_away_while_writing_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    link, calls = os.link, []
+    link = os.link
+    calls: list[Path] = []
 
     def swept_once(source: Path, target: Path) -> None:
         if not calls:
