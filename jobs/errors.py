@@ -70,7 +70,8 @@ def storage_errors(path: Path | str, action: str = "write") -> Iterator[None]:
         if isinstance(error, PermissionError) or error.errno in _PERMANENT:
             raise JobError(f"cannot {action} {path}: {reason}") from error
         raise TemporaryError(
-            f"cannot {action} {path}: {reason}{_free_space(path)}; nothing committed is lost, run the same again"
+            f"cannot {action} {path}: {reason}{_free_space(path)}; "
+            "nothing committed is lost, run the same command again"
         ) from error
 
 
