@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +21,8 @@ class Sampling:
     key: tuple[str | int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"temperature must be at least 0, not {self.temperature}")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be at least 0 and finite, not {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
 
@@ -36,7 +37,8 @@ def choose(logits: Tensor, sampling: Sampling, number: int) -> int:
     """
     if sampling.temperature == 0:
         return int(logits.argmax())
-    probabilities, tokens = torch.softmax(logits.double() / sampling.temperature, -1).sort(descending=True, stable=True)
+    scaled = (logits.double() - logits.max()) / sampling.temperature  # never +inf, however small the temperature
+    probabilities, tokens = torch.softmax(scaled, -1).sort(descending=True, stable=True)
     total = probabilities.cumsum(-1)
     kept = total[(total - probabilities) < sampling.top_p]
     draw = _uniform(sampling, number) * float(kept[-1])
