@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -72,9 +73,9 @@ def resolve_device(device: str | torch.device) -> torch.device:
     """Raises ValueError when CUDA is asked for and absent, or the device is of another kind."""
     if str(device) == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    place = torch.device(device)
-    if place.type not in ("cpu", "cuda"):
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", str(device)):
         raise ValueError(f"device must be 'auto', 'cpu' or 'cuda[:n]', not '{device}'")
+    place = torch.device(device)
     if place.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("device 'cuda' was asked for, but PyTorch sees no CUDA device; use --device cpu")
     return torch.device("cuda", place.index or 0) if place.type == "cuda" else place

@@ -143,6 +143,7 @@ class LayerStreamer:
         assert self.link is not None
         slot = self._turn % SLOTS
         if not self.prefetching:
+            self.link.free(slot)  # the transfer comes after everything computed so far
             self._start(self._turn)
         self.link.wait(slot)
         self.layouts[index].bind(self._layers[index], self._views[index][slot])
