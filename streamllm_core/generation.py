@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,12 +52,13 @@ def generate(
     sampling = Sampling(temperature if do_sample else 0.0, top_p, seed)
     rows = _rows(input_ids, attention_mask)
     engine = _engine(model, rows, max_new_tokens, window)
-    requests = [
-        _request(model, engine, row, max_new_tokens, Sampling(sampling.temperature, top_p, seed, (index,)))
-        for index, row in enumerate(rows)
-    ]
-    while engine.busy:
-        engine.step()
+    requests: list[Request] = []
+    while engine.busy or len(requests) < len(rows):
+        while engine.free_streams and len(requests) < len(rows):  # perhaps not all rows fit at a time
+            row_sampling = replace(sampling, key=(len(requests),))
+            requests.append(_request(model, engine, rows[len(requests)], max_new_tokens, row_sampling))
+        for request in engine.step():
+            engine.close(request.stream)
     answers = [request.generated + ([] if request.stopped_by is None else [request.stopped_by]) for request in requests]
     longest = max(len(answer) for answer in answers)
     padded = [answer + [_pad(model)] * (longest - len(answer)) for answer in answers]
@@ -82,7 +83,8 @@ def stream_generate(
     if len(rows) != 1:
         raise ValueError(f"stream_generate takes one row, not {len(rows)}")
     engine = _engine(model, rows, max_new_tokens, window)
-    request = _request(model, engine, rows[0], max_new_tokens, Sampling(temperature if do_sample else 0.0, top_p, seed))
+    sampling = Sampling(temperature if do_sample else 0.0, top_p, seed, key=(0,))  # what generate draws for this row
+    request = _request(model, engine, rows[0], max_new_tokens, sampling)
     shown = start = 0  # tokens whose text is out; first token that is decoded again for context
     while engine.busy:
         engine.step()
@@ -111,7 +113,7 @@ def _engine(model: StreamingModel, rows: list[list[int]], max_new_tokens: int, w
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
     needed = max(len(row) for row in rows) + max_new_tokens
-    recent = window or min(needed, model.trained_context - DEFAULT_SINKS - 1)
+    recent = min(needed, model.trained_context - DEFAULT_SINKS - 1) if window is None else window
     return model.engine(EngineConfig(window=recent, sinks=DEFAULT_SINKS, streams=len(rows), excursion=0))
 
 
