@@ -1,0 +1,24 @@
+"""Memory and time do not depend on how much was read: the benchmark of that name, shortened, in its own process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_reading_on_costs_no_memory_and_no_more_time() -> None:
+    command = [sys.executable, "-m", "tests.benchmarks.constant_memory", "--tokens", "200000", "--slice", "25000"]
+    # One thread: on a machine that is busy with other tests, more of them would only wait for each other.
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--device", "cpu"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["growth"] < 1.02
+    assert result["cpu_slowdown"] < 1.3  # the bar of 1.1 is for the whole benchmark on a quiet machine
