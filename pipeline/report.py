@@ -80,7 +80,7 @@ class Reporter:
     def _write(self, kind: str, message: str, **more: object) -> None:
         if self._json:
             event = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "event": kind, "message": message, **more}
-            message = json.dumps(event, ensure_ascii=False)
+            message = json.dumps(event)
         if self._bar is not None:
             self._bar.clear()
         print(message, file=self._stream, flush=True)
@@ -112,6 +112,6 @@ class Totals:
 
 
 def print_summary(summary: Mapping[str, Any]) -> None:
-    """The last line on stdout: one JSON object."""
+    """The last line on stdout: one JSON object, in ASCII so that any terminal and any path will do."""
     sys.stderr.flush()
-    print(json.dumps(summary, ensure_ascii=False), flush=True)
+    print(json.dumps(summary), flush=True)

@@ -68,6 +68,8 @@ def _highlights(document: Document, options: SummarizeOptions) -> Steps[Result]:
 def _notes(document: Document, options: SummarizeOptions) -> Steps[Result]:
     segments = document.segments(options.segment_tokens)
     head, whole = _head(segments, options.room)
+    if not head:  # nothing but white space, and a model asked about nothing makes something up
+        return Result("")
     yield Pin(options.instruction)
     if whole:
         for segment in head:

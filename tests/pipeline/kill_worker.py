@@ -10,6 +10,7 @@ from pipeline.stopping import StopSwitch
 from pipeline.tasks import TASKS
 
 STREAMS = 8
+UNIT_ROWS = 3
 
 
 def main(model: str, source: str, output: str) -> int:
@@ -21,7 +22,7 @@ def main(model: str, source: str, output: str) -> int:
         JobConfig(output),
     )
     with StopSwitch(20) as stop:
-        summary = run_job(config, Reporter(quiet=True), stop, UnitLimits(rows=5))
+        summary = run_job(config, Reporter(quiet=True), stop, UnitLimits(rows=UNIT_ROWS))
     return int(summary["exit_code"])
 
 

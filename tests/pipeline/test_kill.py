@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from tests.conftest import command_environment, read_jsonl, write_jsonl
-from tests.pipeline.kill_worker import STREAMS, main
+from tests.pipeline.kill_worker import STREAMS, UNIT_ROWS, main
 from tests.pipeline.test_cli import text_of
 
 DOCUMENTS = 40
@@ -18,7 +18,7 @@ class Progress:
 
     def __init__(self, job: Path) -> None:
         self.parts = len(list(job.glob("parts/*.jsonl")))
-        self.finished = 5 * self.parts + len(list(job.glob("state/*/*.row")))
+        self.finished = UNIT_ROWS * self.parts + len(list(job.glob("state/*/*.row")))
 
     @property
     def in_work(self) -> int:
@@ -36,14 +36,13 @@ def test_five_kills_change_nothing(tmp_path: Path, tiny_model: Path) -> None:
     command = [sys.executable, "-m", "tests.pipeline.kill_worker", str(tiny_model), str(source), str(output)]
     chance = random.Random()
     seen: list[Progress] = []
-    # The first while it starts or has just begun, the others after as many more rows as given, at a random moment.
-    for more_rows in (0, 2, 4, 4, 4):
-        before = Progress(job).finished
+    # The first while it starts or has just begun; the others once so many rows more are finished, at a random moment.
+    for more_rows, parts in ((0, 0), (1, 1), (3, 1), (3, 1), (3, 1)):
+        wanted = Progress(job).finished + more_rows
         process = subprocess.Popen(command, env=command_environment(), stderr=subprocess.PIPE)
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline and Progress(job).finished < before + more_rows:
+        while (now := Progress(job)).finished < wanted or now.parts < parts:
             assert process.poll() is None, process.communicate()
-            time.sleep(0.005)
+            time.sleep(0.02)
         time.sleep(chance.uniform(0, 2.0 if not more_rows else 0.2))
         assert process.poll() is None, "the job was over before it could be killed"
         process.kill()

@@ -95,6 +95,13 @@ def test_a_document_that_fits_takes_one_step() -> None:
     assert [type(command) for command in driver.commands] == [Pin, Read, Read, Ask, Close]
 
 
+@pytest.mark.parametrize("style", ["notes", "highlights"])
+def test_nothing_is_asked_about_white_space(style: str) -> None:
+    driver = Driver()
+    assert driver.run(summarize(document(" \n "), options(style=style))).summary == ""
+    assert not any(isinstance(command, (Ask, Read)) for command in driver.commands)
+
+
 def test_notes_are_merged_in_groups_and_in_order() -> None:
     driver = Driver()
     text = sentence_words(20)
