@@ -52,10 +52,6 @@ class Result:
         """Time of the last slice, as a multiple of that of the second."""
         return self.slices[-1].seconds / self.slices[1].seconds
 
-    @property
-    def cpu_slowdown(self) -> float:
-        return self.slices[-1].cpu_seconds / self.slices[1].cpu_seconds
-
 
 def measure(tokens: int, slice_tokens: int, device: str) -> Result:
     """Read ``tokens`` in slices of ``slice_tokens``."""
@@ -63,8 +59,9 @@ def measure(tokens: int, slice_tokens: int, device: str) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         write_llama(Path(folder), layers=1, vocabulary=VOCABULARY)
         model = AutoModel.from_pretrained(folder, device=device, dtype="float32")
+    # Small passes: what they take and give back is then small beside the 2 % to be seen.
     engine = model.engine(
-        EngineConfig(window=WINDOW, sinks=len(PIN), excursion=64, streams=3, pass_tokens=4096, micro_tokens=512)
+        EngineConfig(window=WINDOW, sinks=len(PIN), excursion=64, streams=3, pass_tokens=1024, micro_tokens=256)
     )
     stream = engine.open(PIN)
     slices = []
@@ -122,8 +119,7 @@ def main() -> None:
         if number <= 2 or number % every == 0:
             print(f"{number * part.tokens:>12,} {part.resident_bytes / 1e6:>12.1f} {part.seconds:>10.2f}")
     print(f"memory grew by {result.growth - 1:.2%}; the last slice took {result.slowdown:.2f} times the second")
-    summary = {"growth": result.growth, "slowdown": result.slowdown, "cpu_slowdown": result.cpu_slowdown}
-    print(json.dumps({**summary, "first": asdict(result.slices[0]), "last": asdict(result.slices[-1])}))
+    print(json.dumps({"growth": result.growth, "slowdown": result.slowdown, **asdict(result)}))
 
 
 if __name__ == "__main__":
