@@ -16,7 +16,7 @@ from torch import Tensor
 
 from streamllm_core.architectures import LayerGeometry
 from streamllm_core.errors import NoFreeStream, StreamLLMError, WindowError
-from streamllm_core.layout import MicroBatch
+from streamllm_core.layout import MicroBatch, Run
 
 MAX_HOLES = 8
 CLOSED = -1  # the slot of a stream that has none any more
@@ -94,13 +94,28 @@ class RingLayer:
         """Number of leading rows that a stream of ``length`` tokens has written."""
         return min(length, self.sinks(sinks) + self.capacity)
 
-    def write(self, batch: MicroBatch, keys: Tensor, values: Tensor) -> None:
-        """Store a micro-batch: keys, values [tokens, kv_heads, head_dim]."""
-        rows = batch.memo(("rows", self.pins, self.capacity), lambda: self._rows(batch))
-        self.keys[batch.slots, :, rows] = keys
-        self.values[batch.slots, :, rows] = values
+    def evicts(self, run: Run) -> bool:
+        """Whether some query of ``run`` no longer sees its sinks at their true distance."""
+        return 0 < self.sinks(run.sinks) < run.stop - self.recent
 
-    def _rows(self, batch: MicroBatch) -> Tensor:
+    def write(self, batch: MicroBatch, keys: Tensor, values: Tensor) -> None:
+        """Store a micro-batch: keys, values [kv_heads, tokens, head_dim]."""
+        rows = batch.memo(("rows", self.pins, self.capacity), lambda: self._rows(batch))
+        if isinstance(rows, slice):
+            self.keys[batch.runs[0].slot, :, rows] = keys
+            self.values[batch.runs[0].slot, :, rows] = values
+        else:
+            self.keys[batch.slots, :, rows] = keys.transpose(0, 1)
+            self.values[batch.slots, :, rows] = values.transpose(0, 1)
+
+    def _rows(self, batch: MicroBatch) -> Tensor | slice:
+        """The row of each token of a micro-batch; a slice when they are consecutive ones of a single slot."""
+        run = batch.runs[0]
+        first = self.sinks(run.sinks)
+        if len(batch.runs) == 1 and run.start >= first:
+            row = first + (run.start - first) % self.capacity
+            if row + run.count <= first + self.capacity:
+                return slice(row, row + run.count)
         sinks = batch.sinks if self.pins else torch.zeros_like(batch.sinks)
         ring = sinks + (batch.positions - sinks) % self.capacity
         return torch.where(batch.positions < sinks, batch.positions, ring)

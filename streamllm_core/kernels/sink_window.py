@@ -1,5 +1,5 @@
 """Sink + window attention on CUDA: packed ragged queries straight against the ring, one launch for reading runs and
-one for decoding ones, no window copied. ``attention.attend_torch`` is its reference.
+one for decoding ones, no window copied. ``sink_window_torch`` is its reference.
 
 A program handles M rows (queries × the query heads of one KV head) and walks over the pinned keys with the query
 rotated for the sinks, then over the window with the query at its true position, under one online softmax
@@ -36,7 +36,7 @@ def attend(
     softcap: float | None,
     s_aux: Tensor | None,
 ) -> Tensor:
-    """Same contract as ``attention.attend_torch``: queries [heads, tokens, head_dim] → [tokens, heads, head_dim]."""
+    """Same contract as ``sink_window_torch``: queries [heads, tokens, head_dim] → [tokens, heads, head_dim]."""
     heads, tokens, head_dim = window_query.shape
     group = heads // ring.keys.shape[1]
     output = torch.empty(tokens, heads, head_dim, dtype=window_query.dtype, device=window_query.device)

@@ -30,7 +30,7 @@ def append(cache: RollingCache, stream: Stream, count: int) -> None:
     positions = torch.arange(stream.length, stream.length + count).float()
     keys = positions[:, None, None].expand(count, *cache.layers[0].keys.shape[1::2])
     for layer in cache.layers:
-        layer.write(batch, keys, -keys)
+        layer.write(batch, keys.transpose(0, 1), -keys.transpose(0, 1))
     stream.length += count
     stream.last_hidden = keys[-1, 0]
 

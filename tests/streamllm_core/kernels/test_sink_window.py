@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from streamllm_core.architectures import LayerGeometry
-from streamllm_core.attention import attend_torch
 from streamllm_core.cache import RingLayer
-from streamllm_core.kernels import sink_window
+from streamllm_core.kernels import sink_window, sink_window_torch
 from streamllm_core.layout import Run, micro_batches
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
@@ -68,7 +67,9 @@ def test_equals_the_reference(case: tuple, dtype: torch.dtype, monkeypatch: pyte
     s_aux = torch.randn(heads, device=DEVICE) if aux else None
 
     (fresh,) = micro_batches(runs, 10_000, DEVICE)
-    expected = attend_torch(exact, fresh, query[0].double(), query[1].double(), head_dim**-0.5, softcap, s_aux)
+    expected = sink_window_torch.attend(
+        exact, fresh, query[0].double(), query[1].double(), head_dim**-0.5, softcap, s_aux
+    )
     actual = sink_window.attend(ring, batch, query[0], query[1], head_dim**-0.5, softcap, s_aux)
     error = (actual.double() - expected).norm() / expected.norm()
     assert error < (1e-5 if dtype == torch.float32 else 1e-2)
