@@ -68,26 +68,32 @@ class HighlightPool:
 
     def best(self) -> list[Note]:
         """The highlights, in the order of the text: one to three from each third of the document."""
-        fit = self._fit()
-        if not fit:
-            # Nothing but fragments and repetitions: the least bad one, or the text's first words.
-            fallback = min(self._held, key=lambda each: each.reluctance, default=None)
-            return [fallback.note] if fallback else [self._opening] if self._opening else []
-        vectors = self._unit(fit)
+        shown = self._showable()
+        if not shown:  # nothing but fragments: the least bad one, or the text's first words
+            least = min(self._held, key=lambda each: each.reluctance, default=None)
+            return [least.note] if least else [self._opening] if self._opening else []
+        vectors = self._unit(shown)
         quota = next((count for most, count in _PER_THIRD if self._count <= most), _MOST_PER_THIRD)
         chosen: list[int] = []
-        for part in _stretches(fit, 3):
-            scores = _centrality(vectors[part]) - np.array([fit[index].reluctance for index in part])
+        for part in _stretches(shown, 3):
+            candidates = self._candidates(shown, part)
+            scores = _scores(shown, vectors, candidates)
             for _ in range(quota):
-                likeness = (vectors[part] @ vectors[chosen].T).max(axis=1, initial=0.0)
+                likeness = (vectors[candidates] @ vectors[chosen].T).max(axis=1, initial=0.0)
                 merits = np.where(likeness < _REDUNDANT, scores - _LIKENESS_PRICE * likeness, -np.inf)
                 if (merits > -np.inf).any():
-                    chosen.append(part[int(merits.argmax())])
-        return [fit[index].note for index in sorted(chosen)]
+                    chosen.append(candidates[int(merits.argmax())])
+        return [shown[index].note for index in sorted(chosen)]
 
-    def _fit(self) -> list[_Sentence]:
-        """The sentences that may be shown: no fragments, nothing that occurs twice."""
-        return [each for each in self._held if each.reluctance < BARRED and self._seen[each.key] <= 1]
+    def _showable(self) -> list[_Sentence]:
+        return [each for each in self._held if each.reluctance < BARRED]
+
+    def _candidates(self, sentences: list[_Sentence], part: list[int]) -> list[int]:
+        """Those of `part` that occur once in the document; where all are repetitions, the one repeated least."""
+        unique = [index for index in part if self._seen[sentences[index].key] <= 1]
+        if unique:
+            return unique
+        return [min(part, key=lambda index: (self._seen[sentences[index].key], sentences[index].reluctance))]
 
     def _unit(self, sentences: list[_Sentence]) -> NDArray[np.float32]:
         """Their vectors, centred on the mean of all sentences seen and of length one."""
@@ -100,14 +106,14 @@ class HighlightPool:
 
     def _condense(self) -> None:
         """Keeps the most central sentences of each region alike, so that no part of a long document is crowded out."""
-        fit = self._fit() or self._held[:1]
-        vectors = self._unit(fit)
+        shown = self._showable() or self._held[:1]
+        vectors = self._unit(shown)
         kept: list[int] = []
-        for part in _stretches(fit, _REGIONS):
-            scores = _centrality(vectors[part]) - np.array([fit[index].reluctance for index in part])
-            best = np.argsort(-scores, kind="stable")[: _HELD // 2 // _REGIONS]
-            kept += sorted(part[place] for place in best)
-        self._held = [fit[index] for index in kept]
+        for part in _stretches(shown, _REGIONS):
+            candidates = self._candidates(shown, part)
+            best = np.argsort(-_scores(shown, vectors, candidates), kind="stable")[: _HELD // 2 // _REGIONS]
+            kept += sorted(candidates[place] for place in best)
+        self._held = [shown[index] for index in kept]
 
 
 def _stretches(sentences: list[_Sentence], count: int) -> list[list[int]]:
@@ -117,6 +123,12 @@ def _stretches(sentences: list[_Sentence], count: int) -> list[list[int]]:
     for index, each in enumerate(sentences):
         parts[min(count - 1, each.note.start * count // max(1, end))].append(index)
     return [part for part in parts if part]
+
+
+def _scores(sentences: list[_Sentence], vectors: NDArray[np.float32], candidates: list[int]) -> NDArray[np.float32]:
+    reluctances = np.array([sentences[index].reluctance for index in candidates], np.float32)
+    scores: NDArray[np.float32] = _centrality(vectors[candidates]) - reluctances
+    return scores
 
 
 def _centrality(vectors: NDArray[np.float32]) -> NDArray[np.float32]:

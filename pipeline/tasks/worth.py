@@ -11,8 +11,11 @@ def _words(listed: str) -> frozenset[str]:
 
 _COMFORTABLE = (60, 320)  # characters
 _LONGEST = 700
-_DIGITS = re.compile(r"\d+")
+_VARIES = re.compile(r"[\d/_=:@\\]|\w[.\-~+]\w")  # numbers, times, paths, addresses, versions
 _NO_WORD = re.compile(r"\W+")
+_ALARM = re.compile(
+    r"\b(?:errors?|fail(?:ed|ure|s)?|fatal|panic|critical|denied|refused|timed? ?out|warn(?:ing)?)\b", re.I
+)
 _WORD = re.compile(r"[^\W\d_]{2,}")
 _LEADERS = re.compile(r"\.{4,}|(?:\. ){3,}|…{2,}|_{4,}|-{5,}|={5,}|\*{4,}")
 _ENDED = re.compile(r"[.!?…。！？؟۔।][\"'”’»)\]*_」』）]*\Z")
@@ -28,8 +31,13 @@ _COURTESY = re.compile(
 
 
 def fold(text: str) -> str:
-    """The text without its case, numbers and punctuation: equal for headers, page lines and log lines that repeat."""
-    return _NO_WORD.sub(" ", _DIGITS.sub("0", text.casefold())).strip()
+    """The text's constant words: equal for headers, page lines and log lines that differ in numbers and names only."""
+    kept: list[str] = []
+    for part in text.casefold().split():
+        word = "0" if _VARIES.search(part) else _NO_WORD.sub("", part)
+        if word and not (word == "0" and kept[-1:] == ["0"]):
+            kept.append(word)
+    return " ".join(kept)
 
 
 def reluctance(text: str) -> float:
@@ -42,7 +50,9 @@ def reluctance(text: str) -> float:
     total = max(0.0, (shortest - len(text)) / 100) + max(0.0, (len(text) - longest) / 1000)
     if not _ENDED.search(text):
         # Records have no full stop; a line of words without one is the start of something.
-        total += 0.1 if letters < 0.75 * len(text) else 0.3
+        record = letters < 0.75 * len(text)
+        total += 0.1 if record else 0.3
+        total -= 0.2 * bool(record and _ALARM.search(text))
     total += 0.1 * (words[0].casefold() in _LEANING)
     total += 0.1 * text.rstrip("\"'”’)]").endswith("?")
     total += 0.2 * bool(_COURTESY.search(text))
