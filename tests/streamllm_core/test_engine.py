@@ -19,8 +19,8 @@ from streamllm_core import (
 from tests.streamllm_core.tiny_engines import HEADROOM, SINKS, fill, random_tokens, read, run, small_engine
 from tests.streamllm_core.tiny_models import load_stock
 
-LENGTHS = (1, 3, 9, 30, 57, 140, 333)
-ANSWERS = (11, 40, 1, 25, 7, 3, 16)
+LENGTHS = (1, 3, 9, 30, 57, 110, 220)
+ANSWERS = (11, 30, 1, 20, 7, 3, 12)
 
 
 def documents(engine: Engine) -> list[Request]:
@@ -151,7 +151,7 @@ def test_a_pin_longer_than_planned_is_refused(llama: StreamingModel) -> None:
 # --- forks and slots -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", [2, 4, 20, 39, 44, 61, 300])
+@pytest.mark.parametrize("length", [2, 20, 39, 44, 150])
 def test_a_fork_goes_its_own_way_and_leaves_the_original_alone(llama: StreamingModel, length: int) -> None:
     text, more, other = random_tokens(length), random_tokens(50, 1), random_tokens(70, 2)
 
@@ -293,10 +293,10 @@ def test_span_states_are_the_mean_hidden_states_at_two_thirds_of_the_depth(
 # --- micro-batches ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("micro_tokens", [1, 2, 5, 16, 50])
+@pytest.mark.parametrize("micro_tokens", [1, 5, 16, 50])
 def test_the_size_of_micro_batches_changes_nothing(llama: StreamingModel, micro_tokens: int) -> None:
     """Chunks far longer than a micro-batch and than the headroom, several streams in a pass, pins in its middle."""
-    texts = [random_tokens(length, seed) for seed, length in enumerate((150, 3, 77))]
+    texts = [random_tokens(length, seed) for seed, length in enumerate((110, 3, 57))]
 
     def outcome(micro: int) -> Tensor:
         engine = small_engine(llama, pass_tokens=512, micro_tokens=micro, excursion=0)

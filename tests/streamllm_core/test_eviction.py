@@ -41,7 +41,7 @@ def random_evictions(chance: random.Random, length: int) -> list[Eviction]:
     return evictions
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(5))
 def test_random_holes_equal_the_dense_reference(llama: StreamingModel, dense: DenseLlama, seed: int) -> None:
     chance = random.Random(seed)
     tokens = random_tokens(130, seed)
@@ -136,12 +136,12 @@ def test_eviction_while_a_request_is_running_holds_from_the_next_pass_on(
     assert (logits - wanted).abs().max() < TOLERANCE[llama.device.type]
 
 
-@pytest.mark.parametrize(("sinks", "window"), [(0, 1), (0, 24), (1, 1), (4, 24), (30, 5), (9, 200)])
+@pytest.mark.parametrize(("sinks", "window"), [(0, 1), (4, 24), (30, 5), (9, 200)])
 def test_without_holes_the_reference_and_the_engine_agree(
     llama: StreamingModel, dense: DenseLlama, sinks: int, window: int
 ) -> None:
-    tokens = random_tokens(100)
+    tokens = random_tokens(70)
     wanted = dense.logits(tokens, sinks=sinks, window=window)
-    for chunk in (1, 13, 100):
+    for chunk in (1, 13, 70):
         logits = llama.logits(torch.tensor([tokens]), sinks=sinks, window=window, chunk_tokens=chunk)[0]
         assert (logits - wanted).abs().max() < TOLERANCE[llama.device.type]

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_reading_on_costs_no_memory_and_no_more_time() -> None:
-    command = [sys.executable, "-m", "tests.benchmarks.constant_memory", "--tokens", "200000", "--slice", "25000"]
+    command = [sys.executable, "-m", "tests.benchmarks.constant_memory", "--tokens", "140000", "--slice", "20000"]
     # One thread: on a machine that is busy with other tests, more of them would only wait for each other.
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -22,5 +22,5 @@ def test_reading_on_costs_no_memory_and_no_more_time() -> None:
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["growth"] < 1.02
     seconds = [part["cpu_seconds"] for part in result["slices"]]
-    # On a busy machine: the fastest of some slices, and room. Time that grew with the text would be up 8-fold here.
-    assert min(seconds[-3:]) < 1.5 * min(seconds[1:4])
+    # On a busy machine: the fastest of some slices, and room. Time that grew with the text would be up several-fold.
+    assert min(seconds[4:]) < 1.5 * min(seconds[1:4])

@@ -17,7 +17,7 @@ from streamllm_core import Engine, Request, Stream, StreamingModel
 from tests.streamllm_core.tiny_engines import SINKS, random_tokens, read, run, small_engine
 
 # Within the sinks, before the window is full, full, in the ring's second turn, long after.
-LENGTHS = (2, 20, 29, 47, 300)
+LENGTHS = (2, 20, 29, 47, 150)
 MORE = random_tokens(50, 1)
 
 
