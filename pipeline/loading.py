@@ -10,7 +10,8 @@ from pipeline.prompts import Prompter
 from pipeline.records import finished_record, unread_record
 from pipeline.report import Reporter
 from pipeline.rows import Row
-from pipeline.runner import Asking, Finished, Runner
+from pipeline.runner import Runner
+from pipeline.taskrun import Asking, Finished
 from pipeline.tasks.summarize import SummarizeOptions, merge_instruction
 from pipeline.windows import WindowPlan, plan_window
 from streamllm_core import AutoModel, Engine, EngineConfig, StreamingModel

@@ -5,7 +5,7 @@ from typing import Any
 
 from pipeline.config import SCHEMA_VERSION
 from pipeline.rows import DocumentError, Row
-from pipeline.runner import Finished
+from pipeline.taskrun import Finished
 
 _LONGEST_MESSAGE = 2000
 

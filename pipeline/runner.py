@@ -2,11 +2,11 @@
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 from pipeline.documents import Document
 from pipeline.prompts import Prompter
+from pipeline.taskrun import Asking, Finished, TaskRun
 from pipeline.tasks.commands import (
     Ask,
     AskApart,
@@ -23,51 +23,6 @@ from pipeline.tasks.commands import (
 from streamllm_core import Engine, Request, Sampling, Stream, WindowError
 
 _WAIT: Final = object()  # the command's result comes later
-
-
-@dataclass
-class Usage:
-    """Tokens read (text and questions; not the shared pin) and written for one document, and its segments."""
-
-    input_tokens: int = 0
-    output_tokens: int = 0
-    segments: int = 0
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A document whose task has ended, with its result or the exception that ended it."""
-
-    document: Document
-    result: Result | None
-    error: Exception | None
-    usage: Usage
-
-
-@dataclass(frozen=True)
-class Asking:
-    """How answers are generated. `room`: tokens of text that the window holds beside a question and its answer."""
-
-    answer_tokens: int
-    room: int
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-
-
-@dataclass(eq=False)
-class _Run:
-    """One document's task: where it is, and what it is waiting for."""
-
-    document: Document
-    steps: Steps[Result]
-    stream: Stream | None = None
-    instruction: str = ""
-    asks: int = 0
-    answers: dict[int, str] = field(default_factory=dict)  # given, not yet gathered
-    gathering: tuple[Ticket, ...] | None = None
-    side_streams: set[Stream] = field(default_factory=set)  # of forks and fresh streams, which outlive no run
-    usage: Usage = field(default_factory=Usage)
 
 
 class Runner:
@@ -88,10 +43,10 @@ class Runner:
         self._stop = stop
         self._asking = asking
         self._spare = int(side_stream)
-        self._runs: set[_Run] = set()
+        self._runs: set[TaskRun] = set()
         self._running: dict[Request, Callable[[Request], None]] = {}
-        self._apart: deque[tuple[_Run, AskApart, Ticket]] = deque()  # waiting for a stream
-        self._pinning: deque[_Run] = deque()  # waiting for a stream, and holding none
+        self._apart: deque[tuple[TaskRun, AskApart, Ticket]] = deque()  # waiting for a stream
+        self._pinning: deque[TaskRun] = deque()  # waiting for a stream, and holding none
         self._finished: list[Finished] = []
 
     @property
@@ -110,7 +65,7 @@ class Runner:
 
     def start(self, document: Document, steps: Steps[Result]) -> None:
         """Run a document's task up to its first wait. Call it while there is room."""
-        run = _Run(document, steps)
+        run = TaskRun(document, steps)
         self._runs.add(run)
         self._advance(run, None)
 
@@ -128,7 +83,7 @@ class Runner:
         finished, self._finished = self._finished, []
         return finished
 
-    def _advance(self, run: _Run, value: object) -> None:
+    def _advance(self, run: TaskRun, value: object) -> None:
         """Send `value` to the task and carry out what it asks for, until it has to wait or ends."""
         while value is not _WAIT:
             try:
@@ -147,7 +102,7 @@ class Runner:
                 self._end(run, None, error)
                 return
 
-    def _perform(self, run: _Run, command: Command) -> object:
+    def _perform(self, run: TaskRun, command: Command) -> object:
         match command:
             case Pin(instruction):
                 if run.stream is not None:
@@ -170,24 +125,24 @@ class Runner:
                 run.gathering = tickets
                 return self._gathered(run)
             case Close():
-                self._engine.close(_held(run))
+                self._engine.close(run.held)
                 run.stream = None
                 return None
 
-    def _pin(self, run: _Run) -> object:
+    def _pin(self, run: TaskRun) -> object:
         if self._engine.free_streams <= self._spare:
             self._pinning.append(run)
             return _WAIT
         run.stream = self._engine.open(self._prompter.pin(run.instruction))
         return None
 
-    def _read(self, run: _Run, command: Read) -> object:
+    def _read(self, run: TaskRun, command: Read) -> object:
         segment = command.segment
         run.usage.segments += 1
         spans: list[tuple[int, int]] = []
         if command.vectors:
             spans = self._prompter.data(segment.text).spans(segment.sentences)
-        request = Request(_held(run), segment.ids, spans=spans)
+        request = Request(run.held, segment.ids, spans=spans)
 
         def read(request: Request) -> None:
             states = request.span_states
@@ -196,7 +151,7 @@ class Runner:
         self._submit(run, request, read)
         return _WAIT
 
-    def _ask_later(self, run: _Run, question: str) -> object:
+    def _ask_later(self, run: TaskRun, question: str) -> object:
         ticket = self._ticket(run)
         if not self._engine.free_streams:
 
@@ -206,7 +161,7 @@ class Runner:
 
             self._excursion(run, question, ticket, answered)
             return _WAIT
-        fork = self._engine.fork(_held(run))
+        fork = self._engine.fork(run.held)
         tokens = self._prompter.question(question, run.instruction)
         self._ask_aside(run, fork, tokens, ticket)
         return ticket
@@ -225,7 +180,7 @@ class Runner:
             question = self._prompter.question(command.question, command.instruction)
             self._ask_aside(run, stream, (*text, *question), ticket)
 
-    def _ask_aside(self, run: _Run, stream: Stream, tokens: tuple[int, ...], ticket: Ticket) -> None:
+    def _ask_aside(self, run: TaskRun, stream: Stream, tokens: tuple[int, ...], ticket: Ticket) -> None:
         """Generate an answer in a stream that is given back afterwards."""
         run.side_streams.add(stream)
 
@@ -236,37 +191,37 @@ class Runner:
 
         self._submit(run, self._question(run, stream, tokens, ticket), answered)
 
-    def _excursion(self, run: _Run, question: str, ticket: Ticket, then: Callable[[str], None]) -> None:
+    def _excursion(self, run: TaskRun, question: str, ticket: Ticket, then: Callable[[str], None]) -> None:
         tokens = self._prompter.question(question, run.instruction)
-        request = self._question(run, _held(run), tokens, ticket)
+        request = self._question(run, run.held, tokens, ticket)
         request.excursion = True
         self._submit(run, request, lambda request: then(self._text(run, request)))
 
-    def _question(self, run: _Run, stream: Stream, tokens: tuple[int, ...], ticket: Ticket) -> Request:
+    def _question(self, run: TaskRun, stream: Stream, tokens: tuple[int, ...], ticket: Ticket) -> Request:
         asking = self._asking
         key = (run.document.source, run.document.row, ticket.ordinal)
         sampling = Sampling(asking.temperature, asking.top_p, asking.seed, key)
         return Request(stream, tokens, asking.answer_tokens, sampling, self._stop)
 
-    def _submit(self, run: _Run, request: Request, answered: Callable[[Request], None]) -> None:
+    def _submit(self, run: TaskRun, request: Request, answered: Callable[[Request], None]) -> None:
         self._engine.submit(request)
         self._running[request] = answered
         run.usage.input_tokens += len(request.tokens)
 
-    def _text(self, run: _Run, request: Request) -> str:
+    def _text(self, run: TaskRun, request: Request) -> str:
         run.usage.output_tokens += len(request.generated)
         return self._prompter.text(request.generated)
 
-    def _ticket(self, run: _Run) -> Ticket:
+    def _ticket(self, run: TaskRun) -> Ticket:
         run.asks += 1
         return Ticket(run.asks - 1)
 
-    def _answer(self, run: _Run, ticket: Ticket, text: str) -> None:
+    def _answer(self, run: TaskRun, ticket: Ticket, text: str) -> None:
         run.answers[ticket.ordinal] = text
         if run.gathering is not None:
             self._advance(run, self._gathered(run))
 
-    def _gathered(self, run: _Run) -> object:
+    def _gathered(self, run: TaskRun) -> object:
         """The answers that the task waits for, once all of them are there."""
         tickets: Any = run.gathering
         if any(ticket.ordinal not in run.answers for ticket in tickets):
@@ -274,7 +229,7 @@ class Runner:
         run.gathering = None
         return [run.answers.pop(ticket.ordinal) for ticket in tickets]
 
-    def _end(self, run: _Run, result: Result | None, error: Exception | None) -> None:
+    def _end(self, run: TaskRun, result: Result | None, error: Exception | None) -> None:
         """Give everything back that the run holds; its requests go with their streams."""
         run.steps.close()
         streams = run.side_streams | ({run.stream} if run.stream is not None else set())
@@ -285,9 +240,3 @@ class Runner:
         self._pinning = deque(waiting for waiting in self._pinning if waiting is not run)
         self._runs.remove(run)
         self._finished.append(Finished(run.document, result, error, run.usage))
-
-
-def _held(run: _Run) -> Stream:
-    if run.stream is None:
-        raise RuntimeError("the task has no stream open: it must yield Pin first")
-    return run.stream

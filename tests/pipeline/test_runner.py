@@ -11,7 +11,8 @@ from pipeline.documents import Document
 from pipeline.inputs import InputFile
 from pipeline.prompts import Prompter
 from pipeline.rows import Place, Row
-from pipeline.runner import Asking, Finished, Runner
+from pipeline.runner import Runner
+from pipeline.taskrun import Asking, Finished
 from pipeline.tasks.commands import Ask, AskLater, Close, Gather, Pin, Read, Result, Steps
 from pipeline.tasks.summarize import SummarizeOptions, summarize
 from streamllm_core import AutoModel, EngineConfig, StreamingModel
