@@ -113,12 +113,14 @@ def _engine(model: StreamingModel, rows: list[list[int]], max_new_tokens: int, w
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
     needed = max(len(row) for row in rows) + max_new_tokens
-    recent = min(needed, model.trained_context - DEFAULT_SINKS - 1) if window is None else window
+    if window is None and needed <= model.trained_context:  # nothing is evicted, so nothing needs a pin
+        return model.engine(EngineConfig(window=needed - 1, sinks=0, streams=len(rows), excursion=0))
+    recent = model.trained_context - DEFAULT_SINKS - 1 if window is None else window
     return model.engine(EngineConfig(window=recent, sinks=DEFAULT_SINKS, streams=len(rows), excursion=0))
 
 
 def _request(model: StreamingModel, engine: Engine, row: list[int], max_new_tokens: int, sampling: Sampling) -> Request:
-    stream = engine.open(sinks=DEFAULT_SINKS)
+    stream = engine.open(sinks=engine.config.sinks)
     request = Request(stream, row, max_new_tokens=max_new_tokens, sampling=sampling, stop=model.stop_tokens)
     engine.submit(request)
     return request

@@ -258,10 +258,11 @@ class StreamingModel:
         chunk size does not change it beyond rounding.
         """
         batch, length = input_ids.shape
-        recent = min(window if window is not None else length, length)
         chunk = min(chunk_tokens or length, length)
+        if window is None or window >= length - 1:  # nothing is evicted: pins would only add to the context claimed
+            window, sinks = max(1, length - 1), 0
         config = EngineConfig(
-            window=recent, sinks=min(sinks, length), streams=batch, pass_tokens=batch * chunk, excursion=0
+            window=window, sinks=min(sinks, length), streams=batch, pass_tokens=batch * chunk, excursion=0
         )
         engine = Engine(self, config)
         streams = [engine.open(sinks=config.sinks) for _ in range(batch)]

@@ -20,18 +20,16 @@ from streamllm_core.layout import MicroBatch
 
 @dataclass(frozen=True)
 class _Frequencies:
-    """Inverse frequencies (float64 [pairs]) and how the model lays the angles out over the head dimension."""
+    """Inverse frequencies (float64 [pairs]), and whether the model's tables repeat each angle for both halves of a pair
+    (``width`` = 2 pairs) or leave that to its own function (``width`` = pairs)."""
 
     inverse: Tensor
     width: int
-    interleaved: bool
 
     def angles(self, positions: Tensor) -> Tensor:
         """[tokens, width] float64. float32 angles lose 3e-2 in the logits at 4M tokens."""
         angles = positions.double()[:, None] * self.inverse.to(positions.device)
-        if self.width == self.inverse.numel():
-            return angles
-        return angles.repeat_interleave(2, -1) if self.interleaved else torch.cat([angles, angles], -1)
+        return angles if self.width == self.inverse.numel() else torch.cat([angles, angles], -1)
 
 
 class Rotary:
@@ -76,6 +74,4 @@ def _freeze(module: nn.Module, key: str | None, probe: Tensor) -> _Frequencies:
     arguments = () if key is None else (key,)
     cos, _ = module(torch.zeros(1, 1, 1), probe, *arguments)  # length-dependent modules update inv_freq here
     inverse = getattr(module, "inv_freq" if key is None else f"{key}_inv_freq").double().clone()
-    width = cos.shape[-1]
-    interleaved = width > inverse.numel() > 1 and torch.equal(cos[..., 0], cos[..., 1])
-    return _Frequencies(inverse, width, interleaved)
+    return _Frequencies(inverse, cos.shape[-1])

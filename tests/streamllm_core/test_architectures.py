@@ -27,6 +27,7 @@ from tests.streamllm_core.tiny_models import (
     load_stock,
     random_text,
     save_tiny,
+    tiny_config,
 )
 
 WINDOW = 16  # small enough that most of a text is evicted; native sliding windows lie on both sides of it
@@ -196,6 +197,22 @@ def test_longrope_is_frozen_at_the_longest_length(tmp_path: Path) -> None:
         assert_close(ours.logits(ids, chunk_tokens=chunk), expected, 2e-4)
     generated = ours.generate(ids, max_new_tokens=NEW_TOKENS)
     assert generated[0, ids.shape[1] :].tolist() == stock_greedy(frozen, ids)
+
+
+def test_a_text_as_long_as_the_original_context_takes_the_short_frequencies(tmp_path: Path) -> None:
+    folder = save_tiny("phi3-longrope", tmp_path)
+    ids = random_text(15, LONGROPE_CONTEXT)
+    stock, ours = load_stock(folder), load(folder)
+    assert_close(ours.logits(ids), stock_logits(stock, ids), 2e-4)
+    prompt = ids[:, :-NEW_TOKENS]
+    generated = ours.generate(prompt, max_new_tokens=NEW_TOKENS)
+    assert generated[0, prompt.shape[1] :].tolist() == stock_greedy(stock, prompt)
+
+
+def test_a_text_may_fill_the_whole_context(tmp_path: Path) -> None:
+    folder = save_tiny("llama-dynamic", tmp_path)
+    ids = random_text(16, tiny_config("llama-dynamic").max_position_embeddings)
+    assert_close(load(folder).logits(ids), stock_logits(load_stock(folder), ids), 2e-4)
 
 
 def test_dynamic_ntk_is_frozen_at_the_longest_length(tmp_path: Path) -> None:
