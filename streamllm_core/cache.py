@@ -35,8 +35,8 @@ class Mark:
 class Stream:
     """One text being read: ``length`` tokens so far, the first ``sinks`` of them pinned.
 
-    ``reach``: up to which position its slot has ever been written. Beyond ``length`` lie forgotten excursions and
-    passes that broke off.
+    ``reach``: up to which position it has ever been written. Beyond ``length`` lie forgotten excursions and passes
+    that broke off.
     """
 
     slot: int
@@ -194,7 +194,6 @@ class RollingCache:
         if not self._free:
             raise NoFreeStream(f"all {self.slots} stream slots are in use.")
         copy = Stream(self._free.pop(0), stream.sinks, stream.length, stream.holes, stream.last_hidden)
-        copy.reach = stream.reach
         for layer in self.layers:
             layer.keys[copy.slot].copy_(layer.keys[stream.slot])
             layer.values[copy.slot].copy_(layer.values[stream.slot])
@@ -263,7 +262,7 @@ class RollingCache:
         rows = [layer.logical_rows(sinks, length) for layer in self.layers]
         self._check_layers(tensors, [len(held) for held in rows])
         stream = self.open(sinks)
-        stream.length = stream.reach = length
+        stream.length = length
         stream.holes = tuple(zip(flat[::2], flat[1::2], strict=True))
         if "last_hidden" in tensors:
             stream.last_hidden = tensors["last_hidden"].to(self.layers[0].keys)

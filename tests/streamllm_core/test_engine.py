@@ -231,6 +231,14 @@ def test_streams_run_out_and_come_back(llama: StreamingModel) -> None:
     engine.open((1, 2))
 
 
+def test_a_stream_keeps_one_row_of_a_pass_alive_not_all_of_them(llama: StreamingModel) -> None:
+    engine = small_engine(llama, pass_tokens=64)
+    stream = engine.open(sinks=SINKS)
+    read(engine, stream, random_tokens(64))
+    assert stream.last_hidden is not None
+    assert stream.last_hidden.untyped_storage().nbytes() == 32 * 4
+
+
 # --- scores and spans ------------------------------------------------------------------------------------------
 
 

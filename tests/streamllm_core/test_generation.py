@@ -211,22 +211,22 @@ def test_a_window_beyond_the_context_is_refused(_model: Callable[[str], Streamin
 # --- stream_generate -------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def say(model: StreamingModel, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Iterator[str]]:
+def spoken(model: StreamingModel, tokens: list[int], monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The pieces of a model that says these tokens, whatever it is asked."""
+    script = iter(tokens)
 
-    def begin(tokens: list[int], **options: Any) -> Iterator[str]:
-        script = iter(tokens)
+    def head(hidden: Tensor) -> Tensor:
+        logits = torch.zeros(len(hidden), 258)
+        logits[:, next(script)] = 1.0
+        return logits
 
-        def head(hidden: Tensor) -> Tensor:
-            logits = torch.zeros(len(hidden), 258)
-            logits[:, next(script)] = 1.0
-            return logits
+    monkeypatch.setattr(model, "head", head)
+    return model.stream_generate(ids([1, 2, 3]), max_new_tokens=len(tokens))
 
-        monkeypatch.setattr(model, "head", head)
-        return model.stream_generate(ids([1, 2, 3]), **{"max_new_tokens": len(tokens), **options})
 
-    return begin
+@pytest.fixture
+def say(model: StreamingModel, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[int]], Iterator[str]]:
+    return lambda tokens: spoken(model, tokens, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def say(model: StreamingModel, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
         "‮abc",
     ],
 )
-def test_pieces_are_whole_characters(say: Callable[..., Iterator[str]], wanted: str) -> None:
+def test_pieces_are_whole_characters(say: Callable[[list[int]], Iterator[str]], wanted: str) -> None:
     pieces = list(say([*wanted.encode(), EOS]))
     assert "".join(pieces) == wanted
     assert all(pieces)
@@ -251,8 +251,24 @@ def test_pieces_are_whole_characters(say: Callable[..., Iterator[str]], wanted: 
         assert len(pieces) == len(wanted)  # as early as possible: each character as its last byte is there
 
 
+def test_words_keep_the_space_that_stands_in_their_token(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such tokenizers drop it at the beginning of a text, so a word decoded by itself has lost it."""
+    for name in ("config.json", "model.safetensors", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    words = ["▁One", "▁two", ",", "▁three", "▁", "▁four"]
+    vocabulary = {word: number for number, word in enumerate(words)} | {"<eos>": EOS, "<pad>": PAD}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    model = AutoModel.from_pretrained(tmp_path, device="cpu", dtype="float32")
+    pieces = list(spoken(model, [*range(6), 1, EOS], monkeypatch))
+    assert pieces == ["One", " two", ",", " three", " ", " four", " two"]
+
+
 def test_pieces_come_while_the_model_still_writes(
-    say: Callable[..., Iterator[str]], monkeypatch: pytest.MonkeyPatch
+    say: Callable[[list[int]], Iterator[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
     tokens = b"abc"
@@ -270,16 +286,16 @@ def test_pieces_come_while_the_model_still_writes(
     assert list(pieces) == ["b", "c"]
 
 
-def test_special_tokens_are_not_text(say: Callable[..., Iterator[str]]) -> None:
+def test_special_tokens_are_not_text(say: Callable[[list[int]], Iterator[str]]) -> None:
     assert "".join(say([*b"ab", PAD, *b"cd", EOS, *b"never"])) == "abcd"
 
 
-def test_a_character_cut_off_at_the_end_is_shown_as_such(say: Callable[..., Iterator[str]]) -> None:
+def test_a_character_cut_off_at_the_end_is_shown_as_such(say: Callable[[list[int]], Iterator[str]]) -> None:
     assert "".join(say(list("ab😀".encode()[:-1]))) == "ab\ufffd"
     assert "".join(say([*"ab€".encode()[:-1], EOS])) == "ab\ufffd"
 
 
-def test_bytes_that_are_no_text_are_not_lost(say: Callable[..., Iterator[str]]) -> None:
+def test_bytes_that_are_no_text_are_not_lost(say: Callable[[list[int]], Iterator[str]]) -> None:
     tokens = [*b"a", 0xFF, 0xFE, *b"b", 0x80, *b"c", 0xE2, 0x82]
     pieces = list(say(tokens))
     assert "".join(pieces) == bytes(tokens).decode(errors="replace")
