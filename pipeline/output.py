@@ -34,9 +34,7 @@ _FIRST = (
 )
 _LAST = (
     pa.field("fields", pa.string()),  # JSON: rows of one job may keep values of different types under one name
-    pa.field(
-        "usage", pa.struct([(name, pa.int64()) for name in ("input_tokens", "output_tokens", "segments")])
-    ),
+    pa.field("usage", pa.struct([(name, pa.int64()) for name in ("input_tokens", "output_tokens", "segments")])),
     pa.field("model", pa.string()),
     pa.field("error", pa.struct([("type", pa.string()), ("message", pa.string())])),
     pa.field("schema_version", pa.int64()),

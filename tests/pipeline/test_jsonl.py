@@ -159,7 +159,7 @@ def test_numbers_over_64_bits_keep_their_digits() -> None:
 @pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz"])
 @pytest.mark.parametrize("exact", [True, False])
 def test_reading_starts_again_anywhere(tmp_path: Path, ending: str, exact: bool) -> None:
-    lines = [b'\xef\xbb\xbf{"text": "%d"}\r\n' % n if n % 3 else b'bad %d\n\n' % n for n in range(40)]
+    lines = [b'\xef\xbb\xbf{"text": "%d"}\r\n' % n if n % 3 else b"bad %d\n\n" % n for n in range(40)]
     data = b"".join(lines)
     file = written(tmp_path / f"in.{ending}", gzip.compress(data) if ending.endswith("gz") else data)
     rows = list(read_rows(file))
