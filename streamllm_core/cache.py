@@ -126,7 +126,8 @@ class RingLayer:
         row = torch.arange(rows)
         ring = last - (last - row) % self.capacity
         held = torch.where(row < sinks, row, torch.where(ring >= sinks, ring, -1))
-        return torch.where(held <= last, held, -1)
+        # Slots have room for the longest prefix: behind a shorter one the last rows are not part of the ring.
+        return torch.where((held <= last) & (row < sinks + self.capacity), held, -1)
 
     def logical_rows(self, sinks: int, length: int) -> Tensor:
         """Rows of the tokens still visible, oldest first: the pinned ones, then at most R (int64, CPU)."""

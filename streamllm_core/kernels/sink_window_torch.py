@@ -153,7 +153,8 @@ def _decode_groups(ring: RingLayer, batch: MicroBatch) -> list[_DecodeGroup]:
     for run in runs:
         used = ring.used(run.sinks, run.stop)
         block = (run.slot + 1 - groups[-1][0].slot) * max(longest, used) if groups else 0
-        if groups and block <= DECODE_WASTE * (needed + used):
+        apart = groups and run.slot > groups[-1][-1].slot  # a stream's last pinned token and its next may both be here
+        if apart and block <= DECODE_WASTE * (needed + used):
             groups[-1].append(run)
             needed, longest = needed + used, max(longest, used)
         else:

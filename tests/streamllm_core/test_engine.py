@@ -59,6 +59,25 @@ def test_a_ragged_batch_gives_each_document_what_it_gives_alone(
     assert engine.tokens_read == sum(LENGTHS) + sum(ANSWERS) - len(ANSWERS)  # no last token is ever read
 
 
+def test_streams_that_decode_together_may_pin_prefixes_of_any_length(llama: StreamingModel) -> None:
+    """Their rings lie differently in neighbouring slots, which are read as one block."""
+
+    def requests(engine: Engine) -> list[Request]:
+        return [
+            Request(engine.open(sinks=sinks), random_tokens(60 + sinks, sinks), max_new_tokens=50)
+            for sinks in (9, 1, 4, 0)
+        ]
+
+    engine = small_engine(llama, sinks=9)
+    together = requests(engine)
+    run(engine, *together)
+    for number, request in enumerate(together):
+        engine = small_engine(llama, sinks=9)
+        alone = requests(engine)[number]
+        run(engine, alone)
+        assert request.generated == alone.generated
+
+
 def test_documents_that_take_each_others_places_give_what_they_give_alone(
     llama: StreamingModel, alone: list[list[int]]
 ) -> None:

@@ -145,3 +145,21 @@ def test_without_holes_the_reference_and_the_engine_agree(
     for chunk in (1, 13, 70):
         logits = llama.logits(torch.tensor([tokens]), sinks=sinks, window=window, chunk_tokens=chunk)[0]
         assert (logits - wanted).abs().max() < TOLERANCE[llama.device.type]
+
+
+@pytest.mark.parametrize("sinks", [1, 2, 3])
+def test_chunks_may_end_anywhere_round_the_last_pinned_token(
+    llama: StreamingModel, dense: DenseLlama, sinks: int
+) -> None:
+    """Single tokens on both sides of it are two runs of one stream in one micro-batch."""
+    tokens = random_tokens(8)
+    wanted = dense.logits(tokens, sinks=sinks, window=2)
+    for chunk in range(1, 6):
+        for micro in range(1, 5):
+            engine = small_engine(llama, window=2, pass_tokens=2 * chunk, micro_tokens=micro)
+            one, other = engine.open(sinks=sinks), engine.open(sinks=sinks)
+            for start in range(0, len(tokens), chunk):
+                part = tokens[start : start + chunk]
+                hidden = engine.forward([(one, part), (other, part)])
+                logits = llama.head(hidden).cpu().view(2, len(part), -1)
+                assert (logits - wanted[start : start + chunk]).abs().max() < TOLERANCE[llama.device.type]
