@@ -22,7 +22,7 @@ class Request:
     spans: [start, stop) ranges of ``tokens``; ``span_states`` float32 [spans, hidden] gets the mean hidden state of
         each at two thirds of the depth (zeros where a range is empty).
 
-    Raises ValueError for spans beyond the tokens.
+    Raises ValueError for spans beyond the tokens and for a negative number of new ones.
     """
 
     stream: Stream
@@ -44,6 +44,8 @@ class Request:
     pending: int | None = None  # generated, but not yet in the cache
 
     def __post_init__(self) -> None:
+        if self.max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens must be at least 0, not {self.max_new_tokens}")
         if any(not 0 <= start <= stop <= len(self.tokens) for start, stop in self.spans):
             raise ValueError(f"spans must lie within the {len(self.tokens)} tokens: {list(self.spans)}")
 

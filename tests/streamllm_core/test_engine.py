@@ -416,6 +416,12 @@ def test_spans_must_lie_within_the_tokens(llama: StreamingModel, spans: list[tup
         Request(stream, [1, 2, 3], spans=spans, max_new_tokens=3)
 
 
+def test_a_negative_number_of_tokens_is_refused(llama: StreamingModel) -> None:
+    """Counting up, an answer would never reach it."""
+    with pytest.raises(ValueError, match="max_new_tokens must be at least 0"):
+        Request(small_engine(llama).open(), [1, 2, 3], max_new_tokens=-1)
+
+
 def test_there_must_be_something_to_do(llama: StreamingModel) -> None:
     engine = small_engine(llama)
     stream = engine.open(sinks=SINKS)
