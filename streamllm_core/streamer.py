@@ -104,6 +104,7 @@ class LayerStreamer:
         self.layouts = layouts
         self.link = link
         self._turn = 0
+        self._under_way = False
         self._views = {
             layer: [layout.views(slot) for slot in pool.slots] if pool else [] for layer, layout in layouts.items()
         }
@@ -118,9 +119,10 @@ class LayerStreamer:
         self._prefetch_first()
 
     def begin_pass(self) -> None:
-        """Be ready for layer 0, also after a pass that was abandoned half-way."""
-        if self.order and self._turn % len(self.order):
+        """Be ready for layer 0, also after a pass that broke off: what its slots hold is not relied upon."""
+        if self._under_way:
             self.set_prefetching(self.prefetching)
+        self._under_way = bool(self.order)
 
     def _prefetch_first(self) -> None:
         if self.order and self.prefetching:
@@ -150,6 +152,7 @@ class LayerStreamer:
         yield
         self.link.free(slot)
         self._turn += 1
+        self._under_way = self._turn % len(self.order) != 0
         if self.prefetching:
             self._start(self._turn + 1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import weakref
 
 import torch
 from torch import Tensor
@@ -16,10 +17,14 @@ class PinnedHostWeightRegistry:
     PyTorch's own ``pin_memory`` rounds sizes up to powers of two and may take twice the RAM, so each arena is an
     anonymous mapping of exactly its size, registered with CUDA. Only page-locked memory is copied asynchronously; an
     unpinned copy would silently break the order of events.
+
+    The arenas live as long as the registry. They are unlocked before they are unmapped, when no transfer is under way:
+    otherwise the card would read from pages that are gone, and the next mapping there could not be locked.
     """
 
     def __init__(self) -> None:
         self._arenas: list[tuple[Tensor, mmap.mmap]] = []
+        weakref.finalize(self, _unlock, self._arenas).atexit = False  # at its end the process gives everything back
 
     def allocate(self, nbytes: int) -> Tensor:
         """A page-locked block, uint8 [nbytes]. Raises BudgetError when the system refuses to lock that much."""
@@ -38,8 +43,10 @@ class PinnedHostWeightRegistry:
     def nbytes(self) -> int:
         return sum(block.numel() for block, _ in self._arenas)
 
-    def release(self) -> None:
-        """Unlock and forget all arenas."""
-        for block, _ in self._arenas:
-            torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
-        self._arenas.clear()
+
+def _unlock(arenas: list[tuple[Tensor, mmap.mmap]]) -> None:
+    if arenas:
+        torch.cuda.synchronize()
+    for block, _ in arenas:
+        torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
+    arenas.clear()

@@ -213,19 +213,7 @@ def test_a_normal_pass_after_an_abandoned_one(
             assert same(passes(model, sizes), wanted)
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        0,
-        1,
-        pytest.param(
-            2, marks=pytest.mark.xfail(reason="a failed fetch of a pass's first layer is not repeated", strict=True)
-        ),
-        3,
-        4,
-        5,
-    ],
-)
+@pytest.mark.parametrize("number", range(6))
 def test_a_transfer_that_fails_fails_its_pass_and_no_other(
     load: Callable[..., StreamingModel], folders: Callable[[int], Path], number: int
 ) -> None:
