@@ -320,7 +320,7 @@ def test_span_states_are_the_mean_hidden_states_at_two_thirds_of_the_depth(
 # --- micro-batches ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("micro_tokens", [1, 5, 16, 50])
+@pytest.mark.parametrize("micro_tokens", [1, 5, 50])
 def test_the_size_of_micro_batches_changes_nothing(llama: StreamingModel, micro_tokens: int) -> None:
     """Chunks far longer than a micro-batch and than the headroom, several streams in a pass, pins in its middle."""
     texts = [random_tokens(length, seed) for seed, length in enumerate((110, 3, 57))]

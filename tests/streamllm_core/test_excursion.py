@@ -13,7 +13,7 @@ from tests.streamllm_core.tiny_engines import HEADROOM, SINKS, WINDOW, random_to
 
 # With a headroom of 56 the ring has 80 rows behind 4 sinks: before the window is full, before and while the ring wraps
 # for the first time (in the excursion, right after it, at its very border), long after.
-PHASES = (1, 27, 60, 83, 84, 85, 190)
+PHASES = (1, 27, 60, 83, 84, 85, 170)
 
 
 def difference(engine_model: StreamingModel, length: int, question: int, answer: int) -> tuple[Tensor, Tensor]:
@@ -42,13 +42,13 @@ def test_after_50_generated_tokens_nothing_was_ever_asked(llama: StreamingModel,
     assert torch.equal(asked, plain)
 
 
-@pytest.mark.parametrize("length", (2, 19, 25, 31, 200))
+@pytest.mark.parametrize("length", (2, 25, 70))
 def test_sliding_layers_are_rewound_too(mixed: StreamingModel, length: int) -> None:
     asked, plain = difference(mixed, length, question=7, answer=20)
     assert torch.equal(asked, plain)
 
 
-@pytest.mark.parametrize("question", [1, 8, 9, 40])
+@pytest.mark.parametrize("question", [1, 9, 40])
 def test_a_question_of_any_length_is_forgotten(llama: StreamingModel, question: int) -> None:
     asked, plain = difference(llama, 77, question, answer=max(1, 12 - question))
     assert torch.equal(asked, plain)

@@ -127,12 +127,12 @@ class World:
         return [self._chance.randrange(97) for _ in range(count)]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(4))
 def test_whatever_happens_every_token_is_read_as_by_the_dense_model(
     llama: StreamingModel, dense: DenseLlama, seed: int
 ) -> None:
     engine = small_engine(llama, streams=STREAMS, pass_tokens=20 + seed, micro_tokens=3 + 2 * seed)
     world = World(engine, dense, seed)
-    for _ in range(45):
+    for _ in range(40):
         world.live()
     assert world.checked > 200

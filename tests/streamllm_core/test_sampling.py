@@ -13,7 +13,7 @@ from streamllm_core import Request, Sampling, StreamingModel
 from streamllm_core.sampling import choose
 from tests.streamllm_core.tiny_engines import SINKS, random_tokens, run, small_engine
 
-DRAWS = 2500
+DRAWS = 1500
 PROBABILITIES = torch.tensor([0.05, 0.4, 0.1, 0.3, 0.15])
 
 
