@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[2]
 def test_reading_on_costs_no_memory_and_no_more_time() -> None:
     command = [sys.executable, "-m", "tests.benchmarks.constant_memory", "--tokens", "140000", "--slice", "20000"]
     # One thread: on a machine that is busy with other tests, more of them would only wait for each other.
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, "--device", "cpu"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )
