@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 DEFAULT_STREAMS = {"cpu": 16, "cuda": 64}
 DEFAULT_PASS_TOKENS = {"cpu": 1024, "cuda": 8192}
-DEFAULT_MICRO_TOKENS = {"cpu": 256, "cuda": 4096}
+DEFAULT_MICRO_TOKENS = {"cpu": 512, "cuda": 4096}
 LOGIT_ROWS = 512  # rows that go through the head together when every position is scored
 
 

@@ -42,7 +42,8 @@ def test_a_new_process_goes_on_bit_for_bit(llama: StreamingModel, folders: objec
         wanted[f"{length}.next"] = llama.head(stream.last_hidden[None]).cpu()
         wanted[f"{length}.more"] = read(engine, stream, MORE)
     script = Path(__file__).with_name("restored_streams.py")
-    where = {**os.environ, "PYTHONPATH": str(Path(streamllm_core.__file__).parents[1])}
+    paths = [str(Path(streamllm_core.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    where = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     arguments = [folders(3), llama.device, tmp_path, *LENGTHS]  # type: ignore[operator]
     subprocess.run([sys.executable, script, *map(str, arguments)], check=True, env=where, timeout=300)
     found = load_file(tmp_path / "found.safetensors")
