@@ -19,6 +19,8 @@ _ALARM = re.compile(
 _WORD = re.compile(r"[^\W\d_]{2,}")
 _LEADERS = re.compile(r"\.{4,}|(?:\. ){3,}|…{2,}|_{4,}|-{5,}|={5,}|\*{4,}")
 _ENDED = re.compile(r"[.!?…。！？؟۔।][\"'”’»)\]*_」』）]*\Z")
+# A log's line that is indented behind its time goes on from the line before.
+_WRAPPED = re.compile(r"\A\d[\d:.,/T+-]*(?: [\d:.,/T+-]+)* {2,}\S")
 # A sentence that opens so leans on the one before it.
 _LEANING = _words(
     """and but or nor so then yet thus hence therefore however moreover also besides this that these those it its he his
@@ -44,7 +46,8 @@ def reluctance(text: str) -> float:
     """What to take off a sentence's centrality (a cosine) before it is shown alone; `BARRED` and more: a fragment."""
     words = _WORD.findall(text)
     letters = sum(map(len, words))
-    if len(text) > _LONGEST or len(words) < 3 or _LEADERS.search(text) or _is_shouted(text, words):
+    cut = _LEADERS.search(text) or _WRAPPED.match(text)
+    if len(text) > _LONGEST or len(words) < 3 or cut or _is_shouted(text, words):
         return BARRED
     shortest, longest = _COMFORTABLE
     total = max(0.0, (shortest - len(text)) / 100) + max(0.0, (len(text) - longest) / 1000)

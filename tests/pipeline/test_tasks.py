@@ -284,3 +284,9 @@ def test_what_is_no_sentence_is_barred(text: str) -> None:
 
 def test_the_registry_knows_summarize() -> None:
     assert TASKS["summarize"].run is summarize
+
+
+def test_a_wrapped_line_of_a_log_is_no_highlight_but_the_line_itself_is() -> None:
+    assert reluctance("2026-11-30 18:30:45   | sqop | pgpainless-cli sensible-utils git") >= BARRED
+    assert reluctance("2026-11-30 18:31:08 invoke-rc.d: WARNING: No init system and policy-rc.d missing!") < BARRED
+    assert reluctance("1850 was the year in which the whole country spoke of nothing but the railways.") < BARRED
