@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from streamllm_core.architectures import layer_geometries
 from streamllm_core.attention import PassState
 from streamllm_core.checkpoint import Checkpoint, parameter_count
 from streamllm_core.engine import LOGIT_ROWS, Engine, EngineConfig
@@ -222,8 +223,6 @@ class StreamingModel:
     @cached_property
     def pins(self) -> bool:
         """Whether any layer keeps pinned tokens; False for models with nothing but native sliding layers."""
-        from streamllm_core.architectures import layer_geometries
-
         return any(geometry.pins for geometry in layer_geometries(self.config, self.trained_context))
 
     @cached_property
