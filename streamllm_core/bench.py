@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import Qwen2Config
 
-from streamllm_core.engine import EngineConfig
-from streamllm_core.hardware import median_seconds
+from streamllm_core.engine import UNLIMITED, EngineConfig
+from streamllm_core.hardware import link_rates, median_seconds
+from streamllm_core.memory.budget import KVCacheSizingManager
 from streamllm_core.model import StreamingModel, resolve_device, resolve_dtype
 from streamllm_core.skeleton import Skeleton
 
@@ -126,7 +127,8 @@ def bench(
     number = resolve_dtype(dtype, place)
     with tempfile.TemporaryDirectory() as folder:
         source = RandomSource(shape.config(), Path(folder), number, place)
-        model = StreamingModel(source, place, number, 2**62, 0)
+        manager = KVCacheSizingManager(UNLIMITED, link_rates(place, number))
+        model = StreamingModel(source, place, number, manager, resident=0)
     moved = sum(layout.nbytes for layout in model.streamer.layouts.values())
     bandwidth = _link_bandwidth(model)
     for count in tokens:

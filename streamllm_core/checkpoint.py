@@ -17,6 +17,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from streamllm_core.errors import ModelError
+from streamllm_core.memory.arena import ArenaLayout
+from streamllm_core.quantization import Format
 from streamllm_core.skeleton import Skeleton
 from streamllm_core.weights import WeightSource
 
@@ -66,10 +68,22 @@ class Checkpoint:
             for stored, _ in recipe.parts:
                 self.source.release(stored)
 
-    def fill(self, prefix: str, views: dict[str, Tensor]) -> None:
-        """Copy everything under ``prefix`` into ``views`` (named without the prefix), casting to their dtypes."""
+    def fill(self, prefix: str, layout: ArenaLayout, block: Tensor) -> None:
+        """Bring everything under ``prefix`` into ``block`` (uint8, on any device) as ``layout`` says: packed tensors as
+        they are stored, the others cast to the layout's dtypes."""
+        views = layout.stored(block)
         for name, tensor in self.tensors(prefix):
-            views[name.removeprefix(prefix)].data.copy_(tensor)
+            views[name.removeprefix(prefix)].copy_(tensor)
+
+    def formats(self, prefix: str) -> dict[str, Format]:
+        """How the tensors under ``prefix`` are packed, by their names without it; plain ones are left out."""
+        return {}
+
+    def format(self, name: str) -> Format | None:
+        return None
+
+    def raw(self, name: str) -> Tensor:
+        raise KeyError(name)
 
     def names(self) -> list[str]:
         """Module names that have a recipe."""

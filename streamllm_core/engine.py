@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from streamllm_core.architectures import head_shape, layer_geometries
 from streamllm_core.cache import RollingCache, Stream
 from streamllm_core.errors import WindowError
 from streamllm_core.layout import Run, micro_batches
-from streamllm_core.memory.budget import fit_streams
+from streamllm_core.memory.budget import Demand, KVCacheSizingManager
 from streamllm_core.request import Request
 from streamllm_core.rotary import Rotary
 from streamllm_core.sampling import choose
@@ -21,11 +21,6 @@ from streamllm_core.scheduler import Work, plan_pass
 
 if TYPE_CHECKING:
     from streamllm_core.model import StreamingModel
-
-DEFAULT_STREAMS = {"cpu": 16, "cuda": 64}
-DEFAULT_PASS_TOKENS = {"cpu": 1024, "cuda": 8192}
-DEFAULT_MICRO_TOKENS = {"cpu": 512, "cuda": 4096}
-LOGIT_ROWS = 512  # rows that go through the head together when every position is scored
 
 
 @dataclass(frozen=True)
@@ -62,12 +57,11 @@ class Engine:
     Counters: ``passes`` over the weights, ``tokens_read``, ``tokens_generated``.
     """
 
-    def __init__(self, model: StreamingModel, config: EngineConfig, available: int | None = None) -> None:
-        """``available``: bytes for caches and activations; None means no limit is checked.
-
-        Raises WindowError when S + R + 1 exceeds the context the model was trained for, BudgetError when not even
-        one stream fits.
-        """
+    def __init__(
+        self, model: StreamingModel, config: EngineConfig, manager: KVCacheSizingManager | None = None
+    ) -> None:
+        """``manager`` knows the budget; None sets no limit. Raises WindowError when S + R + 1 exceeds the context that
+        the model was trained for, BudgetError when not even one stream fits."""
         span = config.sinks + config.window + 1
         if span > model.trained_context:
             raise WindowError(
@@ -75,24 +69,22 @@ class Engine:
                 f"trained for {model.trained_context}; use a window of at most "
                 f"{model.trained_context - config.sinks - 1}."
             )
-        kind = model.device.type
         self.model = model
         self.config = config
-        self.pass_tokens = config.pass_tokens or DEFAULT_PASS_TOKENS[kind]
-        self.micro_tokens = min(config.micro_tokens or DEFAULT_MICRO_TOKENS[kind], self.pass_tokens)
-        headroom = max(self.micro_tokens, config.excursion)
+        manager = manager or KVCacheSizingManager(UNLIMITED, model.manager.rates)
+        self.plan = manager.batch(model.plan.placement, model.demand(config))
+        batching = self.plan.batching
+        self.pass_tokens = batching.pass_tokens
+        self.micro_tokens = batching.micro_tokens
+        self.chunk_tokens = batching.chunk_tokens
+        self.stream_bytes = batching.stream_bytes
         geometries = layer_geometries(model.config, config.window)
-        heads, kv_heads, head_dim = head_shape(model.config)
-        rows = sum(g.recent + headroom + (config.sinks if g.pins else 0) for g in geometries)
-        self.stream_bytes = 2 * rows * kv_heads * head_dim * model.dtype.itemsize
-        streams = config.streams or DEFAULT_STREAMS[kind]
-        if available is not None:
-            streams = fit_streams(available, self.stream_bytes, self._activation_bytes(heads, head_dim), streams)
+        _, kv_heads, head_dim = head_shape(model.config)
         self.cache = RollingCache(
             geometries,
-            slots=streams,
+            slots=batching.streams,
             max_sinks=config.sinks,
-            headroom=headroom,
+            headroom=max(batching.chunk_tokens, config.excursion),
             kv_heads=kv_heads,
             head_dim=head_dim,
             dtype=model.dtype,
@@ -102,15 +94,6 @@ class Engine:
         self.passes = self.tokens_read = self.tokens_generated = 0
         self._requests: list[Request] = []
         self._pins: dict[tuple[int, ...], dict[str, Tensor]] = {}
-
-    def _activation_bytes(self, heads: int, head_dim: int) -> int:
-        """An upper estimate of what a pass needs beside weights and cache."""
-        config = self.model.config
-        widest = max(getattr(config, "intermediate_size", 0) or 0, heads * head_dim, config.hidden_size)
-        in_layer: int = self.micro_tokens * (6 * widest + 8 * heads * head_dim) * max(self.model.dtype.itemsize, 4)
-        across_layers: int = self.pass_tokens * config.hidden_size * 3 * 4
-        logits: int = LOGIT_ROWS * config.vocab_size * 8
-        return in_layer + across_layers + logits
 
     # --- streams ---------------------------------------------------------------------------------------------
 
@@ -190,7 +173,7 @@ class Engine:
 
     def step(self) -> list[Request]:
         """Run one pass over the weights; the requests that it finished, in the order submitted."""
-        works = plan_pass(self._requests, self.pass_tokens)
+        works = plan_pass(self._requests, self.pass_tokens, self.chunk_tokens)
         if works:
             before = [work.request.stream.last_hidden for work in works]
             tap = _Tap(works)
@@ -220,7 +203,7 @@ class Engine:
         runs = [Run(stream.slot, 0, len(ids), stream.length, stream.sinks, stream.holes) for stream, ids in pieces]
         state = self.model.state
         state.cache, state.rotary = self.cache, self.rotary
-        state.batches = micro_batches(runs, self.micro_tokens, self.model.device)
+        state.batches = micro_batches(runs, self.micro_tokens, self.model.device, self.chunk_tokens)
         state.tap_rows = torch.tensor(tap_rows, device=self.model.device) if tap_rows else None
         hidden = self.model.forward([token for _, tokens in pieces for token in tokens])
         self.passes += 1
@@ -238,9 +221,9 @@ class Engine:
             tokens = tokens[1:]
         else:
             context = torch.cat([last[None], context])
-        for start in range(0, len(tokens), LOGIT_ROWS):
-            part = torch.tensor(tokens[start : start + LOGIT_ROWS], device=rows.device)
-            logits = self.model.head(context[start : start + LOGIT_ROWS])
+        for start in range(0, len(tokens), self.model.sizes.logit_rows):
+            part = torch.tensor(tokens[start : start + self.model.sizes.logit_rows], device=rows.device)
+            logits = self.model.head(context[start : start + self.model.sizes.logit_rows])
             chosen = logits.gather(1, part[:, None])[:, 0] - logits.logsumexp(-1)
             work.request.logprobs.extend(chosen.tolist())
 
@@ -248,8 +231,8 @@ class Engine:
     def _generate(self, requests: list[Request]) -> None:
         """Give each request its next token, or finish it."""
         wanting = [request for request in requests if request.max_new_tokens]
-        for start in range(0, len(wanting), LOGIT_ROWS):
-            part = wanting[start : start + LOGIT_ROWS]
+        for start in range(0, len(wanting), self.model.sizes.logit_rows):
+            part = wanting[start : start + self.model.sizes.logit_rows]
             logits = self.model.head(torch.stack([_context(request) for request in part]))
             best = logits.argmax(-1).tolist()
             for row, (request, token) in enumerate(zip(part, best, strict=True)):
@@ -295,3 +278,35 @@ class _Tap:
             assert request.span_states is not None
             start, stop = request.spans[span]
             request.span_states[span] += total / (stop - start)
+
+
+UNLIMITED = 2**62
+# What an engine takes when nothing else is asked for: streams, tokens in a pass, tokens in a layer.
+_MOST = {"cpu": (16, 1024, 512), "cuda": (128, 32_768, 4096)}
+
+
+def demand(config: EngineConfig, model_config: Any, device: torch.device, dtype: torch.dtype) -> Demand:
+    """What an engine wants of the memory."""
+    streams, pass_tokens, micro_tokens = _MOST[device.type]
+    geometries = layer_geometries(model_config, config.window)
+    _, kv_heads, head_dim = head_shape(model_config)
+
+    def cache_bytes(headroom: int) -> int:
+        rows = sum(g.recent + headroom + (config.sinks if g.pins else 0) for g in geometries)
+        return 2 * rows * kv_heads * head_dim * dtype.itemsize
+
+    return Demand(
+        config.window,
+        config.excursion,
+        cache_bytes,
+        config.streams or streams,
+        pass_tokens,
+        micro_tokens,
+        config.pass_tokens,
+        config.micro_tokens,
+    )
+
+
+def within(config: EngineConfig, trained_context: int) -> EngineConfig:
+    """``config`` with a window that the model was trained for."""
+    return replace(config, window=max(1, min(config.window, trained_context - config.sinks - 1)))

@@ -6,11 +6,12 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from streamllm_core.memory.budget import free_bytes
+from streamllm_core.memory.limits import free_bytes
 
 COPY_BYTES = 256 * 2**20
 REPEATS = 5
@@ -86,3 +87,17 @@ def table(report: dict[str, object]) -> str:
         shown = f"{value:.2f}" if isinstance(value, float) else str(value)
         lines.append(f"{name.replace('_', ' '):<36}{shown}")
     return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class LinkRates:
+    """Bytes and operations a second."""
+
+    host_to_device: float
+    disk: float
+    matmul: float
+    memory: float
+
+
+def link_rates(device: torch.device, dtype: torch.dtype) -> LinkRates:
+    return LinkRates(1e9, 1e9, 8e10, 1e10) if device.type == "cpu" else LinkRates(55e9, 1e9, 7e14, 4e12)

@@ -56,23 +56,28 @@ class MicroBatch:
         return self._memo[key]  # type: ignore[no-any-return]
 
 
-def micro_batches(runs: list[Run], limit: int, device: torch.device) -> list[MicroBatch]:
-    """Cut a pass into micro-batches of at most ``limit`` tokens, in row order.
+def micro_batches(runs: list[Run], limit: int, device: torch.device, chunk: int | None = None) -> list[MicroBatch]:
+    """Cut a pass into micro-batches of at most ``limit`` tokens, at most ``chunk`` of them of one stream, in row order.
 
     A run that contains both pinned and other tokens is cut at the last pinned one: queries past the sinks always
     find themselves in the window, which keeps the two softmax groups of attention non-empty.
     """
     groups: list[list[Run]] = [[]]
+    first = [0]  # row of the pass at which each group begins
     room = limit
+    chunk = chunk or limit
     for run in runs:
         start = run.start
+        left = chunk  # of this stream in this micro-batch
         while start < run.stop:
-            if room == 0:
+            if room == 0 or left == 0:
+                first.append(first[-1] + limit - room)
                 groups.append([])
-                room = limit
+                room, left = limit, chunk
             border = run.sinks if start < run.sinks else run.stop
-            stop = min(run.stop, border, start + room)
+            stop = min(run.stop, border, start + min(room, left))
             groups[-1].append(Run(run.slot, limit - room, stop - start, start, run.sinks, run.holes))
             room -= stop - start
+            left -= stop - start
             start = stop
-    return [MicroBatch(group, index * limit, device) for index, group in enumerate(groups)]
+    return [MicroBatch(group, row, device) for group, row in zip(groups, first, strict=True)]

@@ -33,6 +33,11 @@ class Format:
         """Packed size of a tensor of this shape, which the format holds."""
         return math.prod(shape) // self.block * self.block_bytes
 
+    def rows(self, packed: Tensor, shape: Sequence[int], rows: range) -> Tensor:
+        """Some rows of a packed tensor [all rows, columns], packed in the same way."""
+        row_bytes = self.nbytes((1, shape[1]))
+        return packed[rows.start * row_bytes : rows.stop * row_bytes]
+
 
 class Planes(NamedTuple):
     """A tensor in one of our formats, taken apart: quants uint8 [groups, bytes of a group], scales float16 [groups],
@@ -64,6 +69,12 @@ class GroupFormat(Format):
     def nbytes(self, shape: Sequence[int]) -> int:
         groups = math.prod(shape) // self.group(shape)
         return groups * (self.group(shape) * self.bits // 8 + (4 if self.has_minima else 2))
+
+    def rows(self, packed: Tensor, shape: Sequence[int], rows: range) -> Tensor:
+        a_row = shape[1] // self.group(shape)  # groups
+        planes = [plane for plane in self.planes(packed, shape) if plane is not None]
+        cut = [plane[rows.start * a_row : rows.stop * a_row].reshape(-1).view(torch.uint8) for plane in planes]
+        return torch.cat(cut)
 
     def planes(self, packed: Tensor, shape: Sequence[int]) -> Planes:
         """Views into ``packed``, uint8 [nbytes(shape)] that begins at an even address."""

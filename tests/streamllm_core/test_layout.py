@@ -21,6 +21,20 @@ def random_runs(chance: random.Random) -> list[Run]:
 
 
 @pytest.mark.parametrize("seed", range(40))
+def test_no_stream_gets_more_than_a_chunk_of_a_micro_batch(seed: int) -> None:
+    chance = random.Random(seed)
+    runs, limit, chunk = random_runs(chance), chance.randint(1, 25), chance.randint(1, 9)
+    rows = []
+    for batch in micro_batches(runs, limit, CPU, chunk):
+        assert batch.first == len(rows)
+        assert batch.tokens <= limit
+        for slot in {run.slot for run in batch.runs}:
+            assert sum(run.count for run in batch.runs if run.slot == slot) <= chunk
+        rows += zip(batch.slots.tolist(), batch.positions.tolist(), strict=True)
+    assert rows == [(run.slot, token) for run in runs for token in range(run.start, run.stop)]
+
+
+@pytest.mark.parametrize("seed", range(40))
 def test_micro_batches_cut_a_pass_into_all_its_rows_in_order(seed: int) -> None:
     chance = random.Random(seed)
     runs, limit = random_runs(chance), chance.randint(1, 25)

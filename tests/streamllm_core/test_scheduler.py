@@ -24,35 +24,41 @@ def sizes(works: list[Work]) -> list[int]:
 
 def test_decode_tokens_come_first_then_prefill_in_order_of_submission() -> None:
     requests = [reading(3), decoding(11), reading(4), decoding(12)]
-    works = plan_pass(requests, 100)
+    works = plan_pass(requests, 100, 50)
     assert [work.request for work in works] == [requests[1], requests[3], requests[0], requests[2]]
     assert [list(work.tokens) for work in works] == [[11], [12], [0, 1, 2], [0, 1, 2, 3]]
 
 
 def test_the_oldest_prefill_takes_what_is_left_of_the_budget() -> None:
-    assert sizes(plan_pass([decoding(), reading(10), reading(10)], 8)) == [1, 7]
-    assert sizes(plan_pass([reading(3), reading(10), reading(10)], 8)) == [3, 5]
+    assert sizes(plan_pass([decoding(), reading(10), reading(10)], 8, 10)) == [1, 7]
+    assert sizes(plan_pass([reading(3), reading(10), reading(10)], 8, 10)) == [3, 5]
+
+
+def test_streams_share_a_pass_in_chunks_and_one_that_is_alone_takes_more() -> None:
+    assert sizes(plan_pass([reading(10), reading(10), reading(10)], 8, 3)) == [3, 3, 2]
+    assert sizes(plan_pass([reading(10), reading(4), reading(10)], 20, 3)) == [9, 4, 7]
+    assert sizes(plan_pass([decoding(), reading(50)], 21, 3)) == [1, 20]
 
 
 def test_reading_goes_on_where_it_stopped() -> None:
-    (work,) = plan_pass([reading(10, fed=6)], 3)
+    (work,) = plan_pass([reading(10, fed=6)], 3, 10)
     assert list(work.tokens) == [6, 7, 8]
 
 
 @pytest.mark.parametrize("decoders", [4, 5, 9])
 def test_one_prefill_token_goes_on_when_decoding_fills_the_budget(decoders: int) -> None:
     requests = [*(decoding() for _ in range(decoders)), reading(5), reading(5)]
-    assert sizes(plan_pass(requests, 4)) == [1] * decoders + [1]
+    assert sizes(plan_pass(requests, 4, 10)) == [1] * decoders + [1]
 
 
 def test_requests_with_nothing_to_feed_take_no_room() -> None:
     waiting = Request(Stream(0, 0), [], max_new_tokens=3)  # generates from what the stream already holds
     done = reading(4, fed=4)
-    assert plan_pass([waiting, done], 8) == []
-    assert sizes(plan_pass([waiting, done, reading(20)], 8)) == [8]
+    assert plan_pass([waiting, done], 8, 10) == []
+    assert sizes(plan_pass([waiting, done, reading(20)], 8, 3)) == [8]
 
 
-def check_rules(requests: list[Request], works: list[Work], budget: int) -> None:
+def check_rules(requests: list[Request], works: list[Work], budget: int, chunk: int) -> None:
     assert len({id(work.request) for work in works}) == len(works)
     decoders = [request for request in requests if request.pending is not None]
     assert [work.request for work in works[: len(decoders)]] == decoders
@@ -65,8 +71,11 @@ def check_rules(requests: list[Request], works: list[Work], budget: int) -> None
         fed = work.request.fed
         assert len(work.tokens) > 0
         assert list(work.tokens) == list(work.request.tokens[fed : fed + len(work.tokens)])
-    for work in prefill[:-1]:  # a younger one begins only when the older ones are through
-        assert work.request.fed + len(work.tokens) == len(work.request.tokens)
+    unfinished = [len(w.tokens) for w in prefill if w.request.fed + len(w.tokens) < len(w.request.tokens)]
+    assert unfinished == sorted(unfinished, reverse=True)  # the older ones are a round ahead at most
+    assert max(unfinished, default=0) - min(unfinished, default=0) <= chunk
+    if len(prefill) < len(waiting):  # somebody got nothing, so nobody got a second round
+        assert all(len(work.tokens) <= chunk for work in prefill)
 
     total = sum(sizes(works))
     assert total <= max(budget, len(decoders) + bool(waiting))
@@ -79,7 +88,7 @@ def check_rules(requests: list[Request], works: list[Work], budget: int) -> None
 @pytest.mark.parametrize("seed", range(30))
 def test_rules_hold_for_random_requests_until_all_are_done(seed: int) -> None:
     chance = random.Random(seed)
-    budget = chance.choice([1, 2, 5, 16, 64])
+    budget, chunk = chance.choice([1, 2, 5, 16, 64]), chance.choice([1, 3, 8, 100])
     queue = [
         Request(Stream(0, 0), chance.choices(range(50), k=chance.randint(1, 60)), max_new_tokens=chance.randint(0, 12))
         for _ in range(chance.randint(1, 25))
@@ -90,8 +99,8 @@ def test_rules_hold_for_random_requests_until_all_are_done(seed: int) -> None:
     while queue or running:
         while queue and (not running or chance.random() < 0.3):
             running.append(queue.pop(0))
-        works = plan_pass(running, budget)
-        check_rules(running, works, budget)
+        works = plan_pass(running, budget, chunk)
+        check_rules(running, works, budget, chunk)
         for work in works:
             work.request.absorb(work.tokens)
             work_left -= len(work.tokens)
