@@ -74,6 +74,7 @@ class RandomSource:
         self.name = "random weights"
         self.config_dir = config_dir
         self.fingerprint: dict[str, object] = {}
+        self.module_names = True
         self._dtype = dtype
         self._device = device
         self._kept: dict[str, Tensor] = {}
@@ -92,6 +93,9 @@ class RandomSource:
         if self._device.type == "cpu":
             self._kept[name] = value
         return value.cpu()
+
+    def format(self, name: str) -> None:
+        """Nothing is packed."""
 
     def release(self, name: str) -> None:
         """Nothing is kept."""

@@ -18,7 +18,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 
 from streamllm_core.errors import ModelError
 from streamllm_core.memory.arena import ArenaLayout
-from streamllm_core.quantization import Format
+from streamllm_core.quantization import Format, expand
 from streamllm_core.skeleton import Skeleton
 from streamllm_core.weights import WeightSource
 
@@ -54,42 +54,73 @@ class Checkpoint:
             self._check_sizes(first, recipe)
 
     def tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
-        """(module name, rounded tensor on the CPU) of everything under ``prefix``. Raises ModelError."""
-        for first, recipe in self._recipes.items():
-            if not first.startswith(prefix):
-                continue
-            for name, tensor in self._cook(first, recipe):
-                wanted = self._wanted[name]
-                if tensor.shape != wanted.shape:
-                    raise ModelError(
-                        f"{self.source.name}: {name} has shape {list(tensor.shape)}, expected {list(wanted.shape)}."
-                    )
-                yield name, tensor.to(self._rounded_to) if tensor.is_floating_point() else tensor
-            for stored, _ in recipe.parts:
-                self.source.release(stored)
+        """(module name, rounded tensor on the CPU) of everything under ``prefix``. Raises ModelError.
+
+        Packed tensors come expanded into float32 and not rounded: that is left to the one cast to their final type.
+        """
+        for first, recipe in self._under(prefix):
+            yield from self._values(first, recipe)
+            self._release(recipe)
 
     def fill(self, prefix: str, layout: ArenaLayout, block: Tensor) -> None:
-        """Bring everything under ``prefix`` into ``block`` (uint8, on any device) as ``layout`` says: packed tensors as
-        they are stored, the others cast to the layout's dtypes."""
+        """Bring everything under ``prefix`` into ``block`` (uint8, on any device) as ``layout`` says: tensors that are
+        packed there as they are stored, the others expanded and cast to the layout's dtypes."""
         views = layout.stored(block)
-        for name, tensor in self.tensors(prefix):
-            views[name.removeprefix(prefix)].copy_(tensor)
+        packed = {entry.name for entry in layout.entries if entry.format is not None}
+        for first, recipe in self._under(prefix):
+            format, name = self.format(first), first.removeprefix(prefix)
+            if format is None:
+                for full, tensor in self._values(first, recipe):
+                    views[full.removeprefix(prefix)].copy_(tensor)
+            elif name in packed:
+                views[name].copy_(self.raw(first))
+            else:
+                expand(format, self.raw(first).to(block.device), views[name])
+            self._release(recipe)
 
     def formats(self, prefix: str) -> dict[str, Format]:
         """How the tensors under ``prefix`` are packed, by their names without it; plain ones are left out."""
-        return {}
+        formats = {first.removeprefix(prefix): self.format(first) for first, _ in self._under(prefix)}
+        return {name: format for name, format in formats.items() if format is not None}
 
     def format(self, name: str) -> Format | None:
-        return None
+        """How the source packs the tensor of this module name; None: plain, or made of several stored ones."""
+        recipe = self._recipes.get(name)
+        return None if recipe is None or recipe.converter is not None else self.source.format(recipe.parts[0][0])
 
     def raw(self, name: str) -> Tensor:
-        raise KeyError(name)
+        """The bytes of a packed tensor, uint8 [nbytes], to be treated as read-only."""
+        return self.source.raw(self._recipes[name].parts[0][0])
+
+    def release(self, name: str) -> None:
+        """Give back the memory pages behind a tensor that has been copied elsewhere; it stays readable."""
+        self._release(self._recipes[name])
 
     def names(self) -> list[str]:
         """Module names that have a recipe."""
         return list(self._recipes)
 
+    def shapes(self) -> dict[str, torch.Size]:
+        """Module name and shape of every tensor that ``tensors`` gives."""
+        targets = (name for first, recipe in self._recipes.items() for name in self._targets(first, recipe))
+        return {name: self._wanted[name].shape for name in targets}
+
+    def _under(self, prefix: str) -> Iterator[tuple[str, _Recipe]]:
+        return ((first, recipe) for first, recipe in self._recipes.items() if first.startswith(prefix))
+
+    def _values(self, first: str, recipe: _Recipe) -> Iterator[tuple[str, Tensor]]:
+        packed = self.format(first) is not None
+        for name, tensor in self._cook(first, recipe):
+            self._check_shape(name, tensor.shape)
+            yield name, tensor.to(self._rounded_to) if tensor.is_floating_point() and not packed else tensor
+
+    def _release(self, recipe: _Recipe) -> None:
+        for stored, _ in recipe.parts:
+            self.source.release(stored)
+
     def _plan(self) -> dict[str, _Recipe]:
+        if self.source.module_names:
+            return {name: _Recipe(None, [(name, name)]) for name in self.source.names() if name in self._wanted}
         mapping = get_model_conversion_mapping(self._model)
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -111,6 +142,11 @@ class Checkpoint:
         if recipe.converter is None:
             self._check_shape(first, shapes[0])
             return
+        if any(self.source.format(stored) is not None for stored, _ in recipe.parts):
+            raise ModelError(
+                f"{self.source.name}: {first} is made of {len(shapes)} tensors ({recipe.parts[0][0]}, …), which cannot "
+                "be done with packed ones; use the unquantized checkpoint."
+            )
         held = sum(shape.numel() for shape in shapes)
         wanted = sum(self._wanted[name].numel() for name in self._targets(first, recipe))
         if held != wanted:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from streamllm_core.errors import ModelError
+from streamllm_core.quantization import Format
 from streamllm_core.weights.safetensors_file import SafetensorsFile
 
 SINGLE_FILE = "model.safetensors"
@@ -32,6 +33,7 @@ class FolderSource:
             raise ModelError(f"{name}: no config.json in {folder}" + _gguf_hint(folder))
         read_json(folder / "config.json")  # a torn file is reported here, by name
         self._file_of = _locate(folder, name)
+        self.module_names = all(file.module_names for file in self._file_of.values())
         self.fingerprint = fingerprint if fingerprint is not None else self._describe()
 
     def names(self) -> list[str]:
@@ -45,6 +47,14 @@ class FolderSource:
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor as a view of the mapped file, to be treated as read-only; may be called from any thread."""
         return self._file(name).tensor(name)
+
+    def format(self, name: str) -> Format | None:
+        """How the tensor is packed; None when it is stored plain."""
+        return self._file(name).packed.get(name, (None, ()))[0]
+
+    def raw(self, name: str) -> torch.Tensor:
+        """The tensor's bytes as stored, uint8 [nbytes], to be treated as read-only; may be called from any thread."""
+        return self._file(name).raw(name)
 
     def release(self, name: str) -> None:
         """Give back the memory pages of a tensor that has been copied elsewhere; it stays readable."""

@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 import torch
 
 from streamllm_core.errors import ModelError
+from streamllm_core.quantization import Format
 from streamllm_core.weights.default_model import DEFAULT_MODEL, SHA256, default_model_file
 from streamllm_core.weights.folder import FolderSource
 from streamllm_core.weights.gguf_source import open_gguf
@@ -23,17 +24,34 @@ class WeightSource(Protocol):
     """Local folder with config.json and, if the model has them, tokenizer files."""
     fingerprint: dict[str, object]
     """Identity of weights, configuration and tokenizer, as JSON values; equal means that results are comparable."""
+    module_names: bool
+    """Tensors have the names and shapes of the model's modules already; no conversion applies to them."""
 
     def names(self) -> list[str]:
         """Names of all tensors as the checkpoint stores them."""
         ...
 
     def header(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-        """Type and shape of a tensor without reading it; ModelError when the checkpoint does not hold it."""
+        """Type and shape of a tensor without reading it; ModelError when the checkpoint does not hold it.
+
+        Of a packed one, the shape that it expands to, and float32.
+        """
         ...
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The tensor on the CPU, mapped from disk, to be treated as read-only; may be called from any thread."""
+        """The tensor on the CPU, mapped from disk, to be treated as read-only; may be called from any thread.
+
+        The values of a packed one are expanded, into float32.
+        """
+        ...
+
+    def format(self, name: str) -> Format | None:
+        """How the tensor is packed; None when it is stored plain."""
+        ...
+
+    def raw(self, name: str) -> torch.Tensor:
+        """The bytes of a packed tensor, uint8 [format.nbytes(shape)] on the CPU, mapped from disk where possible, to be
+        treated as read-only; may be called from any thread."""
         ...
 
     def release(self, name: str) -> None:
