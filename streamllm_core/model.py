@@ -17,12 +17,14 @@ from streamllm_core.checkpoint import Checkpoint, parameter_count
 from streamllm_core.engine import LOGIT_ROWS, Engine, EngineConfig
 from streamllm_core.errors import ModelError
 from streamllm_core.generation import Generation, generate, stream_generate
+from streamllm_core.links import Link, ReaderLink, link_from_host
 from streamllm_core.memory.arena import ArenaLayout
 from streamllm_core.memory.budget import KVCacheSizingManager, MemoryPlan, free_bytes, parse_bytes
+from streamllm_core.memory.bus import CudaBus
 from streamllm_core.memory.pinned import PinnedHostWeightRegistry
 from streamllm_core.memory.scratchpad import GPUScratchpadPool
 from streamllm_core.skeleton import Skeleton, read_config
-from streamllm_core.streamer import CudaLink, LayerStreamer, Link, ReaderLink
+from streamllm_core.streamer import LayerStreamer
 from streamllm_core.weights import open_source, tokenizer_note
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -138,7 +140,6 @@ class StreamingModel:
         self.plan: MemoryPlan = KVCacheSizingManager(budget).place_layers(
             [layout.nbytes for layout in layouts], fixed, resident
         )
-        self._registry = PinnedHostWeightRegistry()
         self.streamer = self._load_layers(checkpoint, layouts, prefetching)
         self._skeleton.attach(self.state)
 
@@ -187,16 +188,14 @@ class StreamingModel:
 
     def _link(self, checkpoint: Checkpoint, streamed: dict[int, ArenaLayout], pool: GPUScratchpadPool) -> Link:
         prefix = self._skeleton.layers_prefix
-        if self.device.type == "cuda":
-            arenas = {index: self._registry.allocate(layout.nbytes) for index, layout in streamed.items()}
-            for index, arena in arenas.items():
-                checkpoint.fill(f"{prefix}{index}.", streamed[index].views(arena))
-            return CudaLink(pool, arenas)
 
-        def read(index: int, slot: int) -> None:
-            checkpoint.fill(f"{prefix}{index}.", streamed[index].views(pool.slots[slot]))
+        def read(index: int, block: Tensor) -> None:
+            checkpoint.fill(f"{prefix}{index}.", streamed[index].views(block))
 
-        return ReaderLink(read)
+        if self.device.type == "cpu":
+            return ReaderLink(lambda index, slot: read(index, pool.slots[slot]))
+        sizes = {index: layout.nbytes for index, layout in streamed.items()}
+        return link_from_host(pool, sizes, PinnedHostWeightRegistry(CudaBus(self.device)), read)
 
     # --- running ---------------------------------------------------------------------------------------------
 
