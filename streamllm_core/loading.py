@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from streamllm_core.attention import PassState
 from streamllm_core.blueprint import Blueprint
 from streamllm_core.head import Head, ResidentTiles, StreamedTiles
-from streamllm_core.links import CudaLink, Link, ReaderLink
+from streamllm_core.links import CudaLink, Link, ReaderLink, link_from_host
+from streamllm_core.memory.bus import CudaBus
 from streamllm_core.memory.pinned import PinnedHostWeightRegistry
 from streamllm_core.memory.plan import Placement
 from streamllm_core.memory.scratchpad import GPUScratchpadPool
@@ -19,11 +20,13 @@ from streamllm_core.streamer import LayerStreamer
 class Loader:
     """Loads fixed weights, layers and head, in this order. ``workspace``: where packed weights are expanded."""
 
-    def __init__(self, blueprint: Blueprint, placement: Placement) -> None:
+    def __init__(self, blueprint: Blueprint, placement: Placement, ram: int | None = None) -> None:
+        """``ram``: bytes of RAM for streamed weights; None takes most of what is free. What has no place there is read
+        from disk in every pass."""
         self.blueprint = blueprint
         self.placement = placement
-        self.registry = PinnedHostWeightRegistry()
         self._device = blueprint.device
+        self.registry = PinnedHostWeightRegistry(CudaBus(self._device), ram) if self._device.type == "cuda" else None
         self.workspace = self._bytes(placement.workspace) if placement.workspace else None
 
     def fixed(self) -> None:
@@ -88,13 +91,10 @@ class Loader:
         def fill(index: int, block: Tensor) -> None:
             blueprint.checkpoint.fill(blueprint.prefix(index), blueprint.layouts[index], block)
 
-        if self._device.type == "cpu":
+        if self.registry is None:
             return ReaderLink(lambda index, slot: fill(index, pool.slots[slot]))
-        arenas: dict[int, Tensor] = {}
-        for index in self.placement.streamed:
-            arenas[index] = self.registry.allocate(blueprint.layouts[index].nbytes)
-            fill(index, arenas[index])
-        return CudaLink(pool, arenas)
+        sizes = {index: blueprint.layouts[index].nbytes for index in self.placement.streamed}
+        return link_from_host(pool, sizes, self.registry, fill)
 
     # --- head ------------------------------------------------------------------------------------------------
 
@@ -114,16 +114,20 @@ class Loader:
 
     def _streamed_head(self) -> Head:
         layout = self.blueprint.head
+        assert self.registry is not None
         pool = GPUScratchpadPool(self.blueprint.sizes.head_tile, self._device)
         arenas = {}
         for number, block in enumerate(self._stored_tiles()):
             arenas[number] = self.registry.allocate(block.numel())
             arenas[number].copy_(block)
 
+        # A stream of transfers of its own: the first layers of the next pass are under way on the other one.
+        link = CudaLink(pool, arenas, CudaBus(self._device))
+
         def ready(number: int, slot: int) -> Tensor:
             return self._expanded(number, pool.slots[slot][: arenas[number].numel()])
 
-        return Head(self.blueprint.skeleton, StreamedTiles(layout.tiles, CudaLink(pool, arenas), ready))
+        return Head(self.blueprint.skeleton, StreamedTiles(layout.tiles, link, ready))
 
     def _read_head(self) -> Tensor:
         """[vocabulary, hidden] in RAM, expanded, in the type that is computed in."""

@@ -18,7 +18,6 @@ from streamllm_core.hardware import LinkRates
 from streamllm_core.memory.arena import ALIGNMENT, ArenaLayout
 from streamllm_core.memory.budget import Demand, KVCacheSizingManager
 from streamllm_core.memory.limits import free_bytes, parse_bytes
-from streamllm_core.memory.pinned import PinnedHostWeightRegistry
 from streamllm_core.memory.sizes import ModelSizes
 
 LAYER_BYTES = 2 * 32 * 32 * 4 + 2 * 16 * 32 * 4 + 3 * 32 * 48 * 4 + 2 * 256  # of the tiny Llama, each tensor aligned
@@ -279,14 +278,3 @@ def test_a_layer_bound_to_an_arena_is_the_layer_that_was_copied_there() -> None:
     assert dict(layer.named_parameters()).keys() == dict(source.named_parameters()).keys()
     block.zero_()
     assert not layer.first.any()  # views for good: what comes into the slot is in the layer
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_page_locked_arenas_are_unlocked_with_their_registry() -> None:
-    registry = PinnedHostWeightRegistry()
-    blocks = [registry.allocate(size) for size in (1, 4096, 1_000_001)]
-    assert all(block.is_pinned() for block in blocks)
-    assert registry.nbytes == 1 + 4096 + 1_000_001
-    del registry
-    assert not any(block.is_pinned() for block in blocks)

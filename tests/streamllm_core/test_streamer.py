@@ -33,6 +33,9 @@ class HostileLink:
         self._pool = pool
         self._dropped = dropped
         self._poison = poison
+        self._nans = torch.full_like(pool.slots[0], 0xFF)
+        if self._nans.is_cuda:
+            torch.cuda.synchronize()
 
     def start(self, layer: int, slot: int) -> None:
         if self._poison:
@@ -43,9 +46,7 @@ class HostileLink:
 
     def _overwrite(self, slot: int) -> None:
         if isinstance(self._link, CudaLink):  # in the order of the transfers, or it would hide a race
-            self._link._transfer.wait_event(self._link._freed[slot])
-            with torch.cuda.stream(self._link._transfer):
-                self._pool.slots[slot].fill_(0xFF)
+            self._link.bus.copy(self._pool.slots[slot], self._nans, self._link.freed[slot])
         else:
             assert isinstance(self._link, ReaderLink)
             filling = self._link._filled[slot]
@@ -296,24 +297,3 @@ def test_a_model_is_refused_whose_buffers_are_missing(
     monkeypatch.setattr(modeling_llama, "LlamaDecoderLayer", ShiftedLayer)
     with pytest.raises(Exception, match=r"lacks model\.layers\.0\.mlp\.steps"):
         AutoModel.from_pretrained(folders(3), device="cpu", dtype="float32")
-
-
-# --- links -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_cuda_link_refuses_arenas_that_are_not_page_locked() -> None:
-    pool = GPUScratchpadPool(1024, torch.device("cuda"))
-    with pytest.raises(ValueError, match="not page-locked"):
-        CudaLink(pool, {0: torch.empty(1024, dtype=torch.uint8)})
-
-
-def test_a_reader_link_fills_slots_in_the_order_asked() -> None:
-    filled: list[tuple[int, int]] = []
-    link = ReaderLink(lambda layer, slot: filled.append((layer, slot)))
-    for turn in range(50):
-        link.start(turn, turn % 2)
-    link.wait(0)
-    link.wait(1)
-    assert filled == [(turn, turn % 2) for turn in range(50)]
