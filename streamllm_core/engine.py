@@ -12,6 +12,7 @@ from torch import Tensor
 from streamllm_core.architectures import head_shape, layer_geometries
 from streamllm_core.cache import RollingCache, Stream
 from streamllm_core.errors import WindowError
+from streamllm_core.kv_storage import KVDtype
 from streamllm_core.layout import Run, micro_batches
 from streamllm_core.memory.budget import fit_streams
 from streamllm_core.request import Request
@@ -38,6 +39,7 @@ class EngineConfig:
     streams: texts in flight.
     pass_tokens: how many tokens one pass over the weights takes at most.
     micro_tokens: how many of them go through a layer together; bounds the activation memory.
+    kv_dtype: how keys and values are kept: as computed, or in one byte each (twice the streams in the same memory).
     """
 
     window: int = 2048
@@ -46,6 +48,7 @@ class EngineConfig:
     streams: int | None = None
     pass_tokens: int | None = None
     micro_tokens: int | None = None
+    kv_dtype: KVDtype = "auto"
 
     def __post_init__(self) -> None:
         if self.window < 1 or self.sinks < 0 or self.excursion < 0:
@@ -83,8 +86,9 @@ class Engine:
         headroom = max(self.micro_tokens, config.excursion)
         geometries = layer_geometries(model.config, config.window)
         heads, kv_heads, head_dim = head_shape(model.config)
-        rows = sum(g.recent + headroom + (config.sinks if g.pins else 0) for g in geometries)
-        self.stream_bytes = 2 * rows * kv_heads * head_dim * model.dtype.itemsize
+        self.stream_bytes = RollingCache.stream_bytes(
+            geometries, config.sinks, headroom, kv_heads, head_dim, model.dtype, config.kv_dtype
+        )
         streams = config.streams or DEFAULT_STREAMS[kind]
         if available is not None:
             streams = fit_streams(available, self.stream_bytes, self._activation_bytes(heads, head_dim), streams)
@@ -97,6 +101,7 @@ class Engine:
             head_dim=head_dim,
             dtype=model.dtype,
             device=model.device,
+            kv_dtype=config.kv_dtype,
         )
         self.rotary = Rotary(model.rotary_module, span, [g.layer_type for g in geometries])
         self.passes = self.tokens_read = self.tokens_generated = 0
