@@ -16,6 +16,7 @@ from torch import Tensor
 
 from streamllm_core.architectures import LayerGeometry
 from streamllm_core.errors import NoFreeStream, StreamLLMError, WindowError
+from streamllm_core.kv_storage import KVDtype, load, row_bytes, store, stored_dtype
 from streamllm_core.layout import MicroBatch, Run
 
 MAX_HOLES = 8
@@ -65,8 +66,17 @@ class Stream:
         self.marked = None
 
 
+def _rows(geometry: LayerGeometry, max_sinks: int, headroom: int) -> int:
+    """Rows of one slot in a layer: S_max + R + H, or R + H where nothing is pinned."""
+    return geometry.recent + headroom + (max_sinks if geometry.pins else 0)
+
+
 class RingLayer:
-    """Keys and values of one layer, [slots, kv_heads, rows, head_dim], rows = S_max + C."""
+    """Keys and values of one layer, [slots, kv_heads, rows, head_dim], rows = S_max + C.
+
+    ``dtype`` is what they are computed with, ``kv_dtype`` how they lie here; ``key_peaks`` and ``value_peaks``
+    [slots, kv_heads, rows] belong to int8 ones. Raises ValueError where ``kv_dtype`` is impossible.
+    """
 
     def __init__(
         self,
@@ -78,13 +88,28 @@ class RingLayer:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        kv_dtype: KVDtype = "auto",
     ) -> None:
+        self.dtype = dtype
         self.pins = geometry.pins
         self.recent = geometry.recent
         self.capacity = geometry.recent + headroom
-        rows = self.capacity + (max_sinks if geometry.pins else 0)
-        self.keys = torch.zeros(slots, kv_heads, rows, head_dim, dtype=dtype, device=device)
+        rows = _rows(geometry, max_sinks, headroom)
+        stored = stored_dtype(kv_dtype, dtype, device)
+        self.keys = torch.zeros(slots, kv_heads, rows, head_dim, dtype=stored, device=device)
         self.values = torch.zeros_like(self.keys)
+        self.key_peaks = self.value_peaks = None
+        if stored == torch.int8:
+            self.key_peaks = torch.zeros(slots, kv_heads, rows, device=device)
+            self.value_peaks = torch.zeros_like(self.key_peaks)
+
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        """Everything that slots hold, [slots, kv_heads, rows, …] each."""
+        parts = {"keys": self.keys, "values": self.values}
+        if self.key_peaks is not None and self.value_peaks is not None:
+            parts |= {"key_peaks": self.key_peaks, "value_peaks": self.value_peaks}
+        return parts
 
     def sinks(self, sinks: int) -> int:
         """How many of a stream's pinned tokens this layer pins."""
@@ -101,12 +126,25 @@ class RingLayer:
     def write(self, batch: MicroBatch, keys: Tensor, values: Tensor) -> None:
         """Store a micro-batch: keys, values [kv_heads, tokens, head_dim]."""
         rows = batch.memo(("rows", self.pins, self.capacity), lambda: self._rows(batch))
-        if isinstance(rows, slice):
-            self.keys[batch.runs[0].slot, :, rows] = keys
-            self.values[batch.runs[0].slot, :, rows] = values
-        else:
-            self.keys[batch.slots, :, rows] = keys.transpose(0, 1)
-            self.values[batch.slots, :, rows] = values.transpose(0, 1)
+        new = self._stored(keys, values)
+        for name, part in self.parts.items():
+            if isinstance(rows, slice):
+                part[batch.runs[0].slot, :, rows] = new[name]
+            else:
+                part[batch.slots, :, rows] = new[name].transpose(0, 1)
+
+    def read(self, slots: int | slice, rows: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the first ``rows`` rows of these slots in ``dtype``; no copies unless quantised."""
+        held = {name: part[slots, :, :rows] for name, part in self.parts.items()}
+        keys = load(held["keys"], held.get("key_peaks"), self.dtype)
+        return keys, load(held["values"], held.get("value_peaks"), self.dtype)
+
+    def _stored(self, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+        """What to put into ``parts``."""
+        new_keys, key_peaks = store(keys, self.keys.dtype)
+        new_values, value_peaks = store(values, self.keys.dtype)
+        new = {"keys": new_keys, "values": new_values, "key_peaks": key_peaks, "value_peaks": value_peaks}
+        return {name: tensor for name, tensor in new.items() if tensor is not None}
 
     def _rows(self, batch: MicroBatch) -> Tensor | slice:
         """The row of each token of a micro-batch; a slice when they are consecutive ones of a single slot."""
@@ -140,7 +178,7 @@ class RingLayer:
 class RollingCache:
     """The rings of all layers for a fixed number of stream slots.
 
-    Memory is constant: slots × Σ over layers of 2 × kv_heads × rows × head_dim × itemsize bytes.
+    Memory is constant: slots × ``stream_bytes``.
     """
 
     def __init__(
@@ -154,16 +192,32 @@ class RollingCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        kv_dtype: KVDtype = "auto",
     ) -> None:
+        self.dtype = dtype
         self.max_sinks = max_sinks
         self.headroom = headroom
         self.slots = slots
         self.layers = [
-            RingLayer(geometry, slots, max_sinks, headroom, kv_heads, head_dim, dtype, device)
+            RingLayer(geometry, slots, max_sinks, headroom, kv_heads, head_dim, dtype, device, kv_dtype)
             for geometry in geometries
         ]
         self.recent = max(layer.recent for layer in self.layers)
         self._free = list(range(slots))
+
+    @staticmethod
+    def stream_bytes(
+        geometries: Sequence[LayerGeometry],
+        max_sinks: int,
+        headroom: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        kv_dtype: KVDtype = "auto",
+    ) -> int:
+        """What one slot takes: Σ over layers of 2 × kv_heads × rows × bytes of a row."""
+        rows = sum(_rows(geometry, max_sinks, headroom) for geometry in geometries)
+        return 2 * rows * kv_heads * row_bytes(kv_dtype, head_dim, dtype)
 
     @property
     def free_slots(self) -> int:
@@ -177,8 +231,8 @@ class RollingCache:
             raise NoFreeStream(f"all {self.slots} stream slots are in use.")
         stream = Stream(self._free.pop(0), sinks)
         for layer in self.layers:  # no leftover may reach a product with a zero weight: 0 × NaN is NaN
-            layer.keys[stream.slot].zero_()
-            layer.values[stream.slot].zero_()
+            for part in layer.parts.values():
+                part[stream.slot].zero_()
         return stream
 
     def close(self, stream: Stream) -> None:
@@ -196,8 +250,8 @@ class RollingCache:
             raise NoFreeStream(f"all {self.slots} stream slots are in use.")
         copy = Stream(self._free.pop(0), stream.sinks, stream.length, stream.holes, stream.last_hidden)
         for layer in self.layers:
-            layer.keys[copy.slot].copy_(layer.keys[stream.slot])
-            layer.values[copy.slot].copy_(layer.values[stream.slot])
+            for part in layer.parts.values():
+                part[copy.slot].copy_(part[stream.slot])
         return copy
 
     def evict(self, stream: Stream, start: int, stop: int) -> None:
@@ -242,7 +296,8 @@ class RollingCache:
         """The stream in logical order: at most S + R tokens a layer, whatever was read. Tensors are copies on the CPU.
 
         Keys: ``state`` int64 [length, sinks, holes…], ``last_hidden`` [hidden], ``keys.i`` and ``values.i``
-        [kv_heads, tokens, head_dim] for layer i. Raises ValueError.
+        [kv_heads, tokens, head_dim] for layer i as they are stored, ``key_peaks.i`` and ``value_peaks.i``
+        [kv_heads, tokens] if they are int8. Raises ValueError.
         """
         self._check_usable(stream)
         if stream.marked is not None:
@@ -253,8 +308,8 @@ class RollingCache:
             tensors["last_hidden"] = stream.last_hidden.cpu().clone()
         for index, layer in enumerate(self.layers):
             rows = layer.logical_rows(stream.sinks, stream.length).to(layer.keys.device)
-            tensors[f"keys.{index}"] = layer.keys[stream.slot].index_select(1, rows).cpu()
-            tensors[f"values.{index}"] = layer.values[stream.slot].index_select(1, rows).cpu()
+            for name, part in layer.parts.items():
+                tensors[f"{name}.{index}"] = part[stream.slot].index_select(1, rows).cpu()
         return tensors
 
     def restore(self, tensors: dict[str, Tensor]) -> Stream:
@@ -266,20 +321,20 @@ class RollingCache:
         stream.length = length
         stream.holes = tuple(zip(flat[::2], flat[1::2], strict=True))
         if "last_hidden" in tensors:
-            stream.last_hidden = tensors["last_hidden"].to(self.layers[0].keys)
+            stream.last_hidden = tensors["last_hidden"].to(self.layers[0].keys.device, self.dtype)
         for index, (layer, held) in enumerate(zip(self.layers, rows, strict=True)):
             held = held.to(layer.keys.device)
-            layer.keys[stream.slot][:, held] = tensors[f"keys.{index}"].to(layer.keys.device)
-            layer.values[stream.slot][:, held] = tensors[f"values.{index}"].to(layer.values.device)
+            for name, part in layer.parts.items():
+                part[stream.slot][:, held] = tensors[f"{name}.{index}"].to(part.device)
         return stream
 
     def _check_layers(self, tensors: dict[str, Tensor], tokens: list[int]) -> None:
         """Raise ValueError unless a snapshot has these layers, with so many tokens each, and their dtype."""
         saved = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items() if "." in name}
         expected = {
-            f"{kind}.{index}": ((layer.keys.shape[1], count, layer.keys.shape[3]), layer.keys.dtype)
+            f"{name}.{index}": ((part.shape[1], count, *part.shape[3:]), part.dtype)
             for index, (layer, count) in enumerate(zip(self.layers, tokens, strict=True))
-            for kind in ("keys", "values")
+            for name, part in layer.parts.items()
         }
         if saved != expected:
             raise ValueError("this snapshot was taken with another window, model or dtype")

@@ -12,6 +12,7 @@ from torch import Tensor
 from streamllm_core.architectures import head_shape, layer_geometries
 from streamllm_core.cache import RollingCache, Stream
 from streamllm_core.errors import WindowError
+from streamllm_core.kv_storage import KVDtype
 from streamllm_core.layout import Run, micro_batches
 from streamllm_core.memory.budget import Demand, KVCacheSizingManager
 from streamllm_core.request import Request
@@ -33,6 +34,7 @@ class EngineConfig:
     streams: texts in flight.
     pass_tokens: how many tokens one pass over the weights takes at most.
     micro_tokens: how many of them go through a layer together; bounds the activation memory.
+    kv_dtype: how keys and values are kept: as computed, or in one byte each (twice the streams in the same memory).
     """
 
     window: int = 2048
@@ -41,6 +43,7 @@ class EngineConfig:
     streams: int | None = None
     pass_tokens: int | None = None
     micro_tokens: int | None = None
+    kv_dtype: KVDtype = "auto"
 
     def __post_init__(self) -> None:
         if self.window < 1 or self.sinks < 0 or self.excursion < 0:
@@ -89,6 +92,7 @@ class Engine:
             head_dim=head_dim,
             dtype=model.dtype,
             device=model.device,
+            kv_dtype=config.kv_dtype,
         )
         self.rotary = Rotary(model.rotary_module, span, [g.layer_type for g in geometries])
         self.passes = self.tokens_read = self.tokens_generated = 0
@@ -292,8 +296,9 @@ def demand(config: EngineConfig, model_config: Any, device: torch.device, dtype:
     _, kv_heads, head_dim = head_shape(model_config)
 
     def cache_bytes(headroom: int) -> int:
-        rows = sum(g.recent + headroom + (config.sinks if g.pins else 0) for g in geometries)
-        return 2 * rows * kv_heads * head_dim * dtype.itemsize
+        return RollingCache.stream_bytes(
+            geometries, config.sinks, headroom, kv_heads, head_dim, dtype, config.kv_dtype
+        )
 
     return Demand(
         config.window,

@@ -114,18 +114,16 @@ class Loader:
 
     def _streamed_head(self) -> Head:
         layout = self.blueprint.head
-        assert self.registry is not None
         pool = GPUScratchpadPool(self.blueprint.sizes.head_tile, self._device)
-        arenas = {}
-        for number, block in enumerate(self._stored_tiles()):
-            arenas[number] = self.registry.allocate(block.numel())
-            arenas[number].copy_(block)
-
         # A stream of transfers of its own: the first layers of the next pass are under way on the other one.
-        link = CudaLink(pool, arenas, CudaBus(self._device))
+        registry = PinnedHostWeightRegistry(CudaBus(self._device))
+        for number, block in enumerate(self._stored_tiles()):
+            registry.arenas[number] = registry.allocate(block.numel()).copy_(block)
+
+        link = CudaLink(pool, registry)
 
         def ready(number: int, slot: int) -> Tensor:
-            return self._expanded(number, pool.slots[slot][: arenas[number].numel()])
+            return self._expanded(number, pool.slots[slot][: registry.arenas[number].numel()])
 
         return Head(self.blueprint.skeleton, StreamedTiles(layout.tiles, link, ready))
 

@@ -1,0 +1,67 @@
+"""How the attention kernel divides its work on a card: tile sizes, warps, pipeline stages, parts of the window."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+# The least number of rows that a tensor core product takes.
+FEWEST_ROWS = 16
+# Parts of a window that one program each walks over, at most, and the least number of key tiles that is worth one.
+MOST_SPLITS = 16
+TILES_PER_SPLIT = 2
+
+
+@dataclass(frozen=True)
+class Card:
+    """Shared memory that one program may use, in bytes, and the number of multiprocessors."""
+
+    shared_memory: int
+    processors: int
+
+    @staticmethod
+    @cache
+    def of(device: torch.device) -> Card:
+        properties: Any = torch.cuda.get_device_properties(device)
+        return Card(properties.shared_memory_per_block_optin, properties.multi_processor_count)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """``rows`` (queries × query heads of one KV head) against ``keys`` of the window, or ``sinks`` pinned ones, at a
+    time."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    sinks: int = 32
+
+
+def choose_tiles(card: Card, rows: int, head_dim: int, dtype: torch.dtype, stored: torch.dtype) -> Tiles:
+    """Tiles for runs that fill at most ``rows`` rows; ``stored``: the dtype of the cache.
+
+    Measured on an H200, bf16, 28 / 4 heads of 128, window 2,048: 128 rows, 64 keys, 8 warps and 3 stages for prefill;
+    16, 64, 4, 3 for decode, where two programs share a multiprocessor. Other cards and head dims take what fits.
+    """
+    padded = power_of_2(head_dim)
+    roomy = card.shared_memory > 160_000
+    rows = min(power_of_2(rows), 128 if roomy and padded <= 128 else 64)
+    keys = 64 if roomy and padded * dtype.itemsize <= 256 else 32
+    stage = 2 * keys * padded * stored.itemsize
+    left = card.shared_memory - rows * padded * dtype.itemsize
+    stages = 1 if dtype == torch.float32 else max(1, min(3, left // stage))
+    return Tiles(rows, keys, warps=8 if rows >= 128 else 4, stages=stages)
+
+
+def choose_splits(card: Card, programs: int, window: int, tiles: Tiles) -> int:
+    """Into how many parts ``window`` keys are split, so that a few programs do not leave the card idle."""
+    return max(1, min(MOST_SPLITS, 2 * card.processors // programs, window // (TILES_PER_SPLIT * tiles.keys)))
+
+
+def power_of_2(number: int) -> int:
+    """The next power of two, at least FEWEST_ROWS."""
+    return max(FEWEST_ROWS, 1 << (number - 1).bit_length())
