@@ -16,6 +16,7 @@ from streamllm_core.attention import PassState
 from streamllm_core.checkpoint import Checkpoint, parameter_count
 from streamllm_core.engine import LOGIT_ROWS, Engine, EngineConfig
 from streamllm_core.errors import ModelError
+from streamllm_core.fusion import fuse, kernels_for
 from streamllm_core.generation import Generation, generate, stream_generate
 from streamllm_core.memory.arena import ArenaLayout
 from streamllm_core.memory.budget import KVCacheSizingManager, MemoryPlan, free_bytes, parse_bytes
@@ -41,6 +42,7 @@ class AutoModel:
         prefetching: bool = True,
         resident_layers: int | str = "auto",
         vram: int | str | None = None,
+        fused: bool = True,
         revision: str | None = None,
         token: str | None = None,
     ) -> StreamingModel:
@@ -54,6 +56,8 @@ class AutoModel:
             prefetching: transfer the next layer while one computes.
             resident_layers: how many layers stay on the device; "auto" keeps as many as fit.
             vram: the byte budget on the device ("4GB"); None takes what is free.
+            fused: one kernel each for norms, gated activations and rotary positions; without it layers run as
+                transformers has them. Changes nothing beyond rounding.
             revision, token: for the hub.
 
         Raises ModelError, BudgetError, ValueError.
@@ -67,7 +71,7 @@ class AutoModel:
             raise ValueError(f"resident_layers must be at least 0, not {resident}")
         budget = parse_bytes(vram) if vram is not None else free_bytes(place)
         source = open_source(name_or_path, revision=revision, token=token, dtype=number)
-        return StreamingModel(source, place, number, budget, resident, prefetching=prefetching)
+        return StreamingModel(source, place, number, budget, resident, prefetching=prefetching, fused=fused)
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -120,6 +124,7 @@ class StreamingModel:
         resident: int | None,
         *,
         prefetching: bool = True,
+        fused: bool = True,
     ) -> None:
         self.name = str(source.name)
         self.config = read_config(source)
@@ -131,6 +136,9 @@ class StreamingModel:
         self._config_dir = Path(source.config_dir)
         self._skeleton = Skeleton(self.config, self.dtype)
         self.rotary_module: nn.Module = self._skeleton.base.rotary_emb
+        kernels = kernels_for(self.device, self.dtype) if fused else None
+        if kernels is not None:
+            fuse(self._skeleton.base, kernels)
         checkpoint = Checkpoint(source, self._skeleton, rounded_to=dtype)
         self.state.tap_layer = max(0, round(self.config.num_hidden_layers * TAP_DEPTH) - 1)
         layouts = [ArenaLayout.of(layer) for layer in self._skeleton.layers]
