@@ -18,6 +18,7 @@ from streamllm_core.blueprint import Blueprint
 from streamllm_core.checkpoint import parameter_count
 from streamllm_core.engine import Engine, EngineConfig, demand, within
 from streamllm_core.errors import BudgetError, ModelError
+from streamllm_core.fusion import fuse, kernels_for
 from streamllm_core.generation import Generation, generate, stream_generate
 from streamllm_core.hardware import link_rates
 from streamllm_core.loading import Loader
@@ -42,9 +43,12 @@ class AutoModel:
         *,
         device: str | torch.device = "auto",
         dtype: str | torch.dtype = "auto",
+        quantize: str | None = None,
         prefetching: bool = True,
         resident_layers: int | str = "auto",
         vram: int | str | None = None,
+        ram: int | str | None = None,
+        fused: bool = True,
         expected: EngineConfig | None = None,
         revision: str | None = None,
         token: str | None = None,
@@ -56,10 +60,16 @@ class AutoModel:
             dtype: "auto" is bf16 on CUDA and on CPUs with AVX512-BF16 or AMX, else float32. On a CPU without units for
                 a 16-bit type, weights are rounded to it and computed with in float32, which is several times faster
                 than emulating it.
+            quantize: "int8" or "int4" packs the layers' weights once and keeps them in the cache folder; they travel
+                packed and are expanded on the device. A GGUF file travels as it is packed already.
             prefetching: transfer the next layer while one computes.
             resident_layers: how many layers stay on the device; "auto" keeps as many as fit.
             vram: the byte budget on the device ("4GB"), a cap for PyTorch's allocator; the CUDA context itself (a few
                 hundred MB) comes on top. None takes what is free.
+            ram: bytes of RAM for the streamed layers ("16GB"); what has no place there is read from disk in every pass.
+                None takes most of what is free.
+            fused: one kernel each for norms, gated activations and rotary positions; without it layers run as
+                transformers has them. Changes nothing beyond rounding.
             expected: the engine that the memory is to be planned for; one like EngineConfig() if left out.
             revision, token: for the hub.
 
@@ -73,9 +83,21 @@ class AutoModel:
         if resident is not None and resident < 0:
             raise ValueError(f"resident_layers must be at least 0, not {resident}")
         manager = sizing_manager(place, number, vram)
-        source = open_source(name_or_path, revision=revision, token=token, dtype=number)
+        source = open_source(
+            name_or_path, revision=revision, token=token, dtype=number, packed=place.type == "cuda"
+        )
+        if quantize is not None:
+            source = quantize_source(source, quantize, number)
         return StreamingModel(
-            source, place, number, manager, resident=resident, expected=expected, prefetching=prefetching
+            source,
+            place,
+            number,
+            manager,
+            resident=resident,
+            ram=None if ram is None else parse_bytes(ram),
+            expected=expected,
+            prefetching=prefetching,
+            fused=fused,
         )
 
 
@@ -140,8 +162,10 @@ class StreamingModel:
         manager: KVCacheSizingManager,
         *,
         resident: int | None = None,
+        ram: int | None = None,
         expected: EngineConfig | None = None,
         prefetching: bool = True,
+        fused: bool = True,
     ) -> None:
         """``expected``: the engine that the memory is planned for; another one has to do with what is left."""
         computed = dtype if computes_in(dtype, device) else torch.float32
@@ -159,7 +183,10 @@ class StreamingModel:
         self._config_dir = Path(source.config_dir)
         self._skeleton = blueprint.skeleton
         self.rotary_module: nn.Module = self._skeleton.base.rotary_emb
-        self._loader = Loader(blueprint, self.plan.placement)  # keeps the page-locked arenas
+        kernels = kernels_for(device, self.dtype) if fused else None
+        if kernels is not None:
+            fuse(self._skeleton.base, kernels)
+        self._loader = Loader(blueprint, self.plan.placement, ram)  # keeps the page-locked arenas
         self._loader.fixed()
         self._head = self._loader.head()
         self.streamer = self._loader.layers(self.state, prefetching=prefetching)
