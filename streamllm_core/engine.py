@@ -35,6 +35,8 @@ class EngineConfig:
     pass_tokens: how many tokens one pass over the weights takes at most.
     micro_tokens: how many of them go through a layer together; bounds the activation memory.
     kv_dtype: how keys and values are kept: as computed, or in one byte each (twice the streams in the same memory).
+    read_tokens, answer_tokens: what a typical text (or a segment with its question) reads and generates; memory is
+        shared out accordingly.
     """
 
     window: int = 2048
@@ -44,6 +46,8 @@ class EngineConfig:
     pass_tokens: int | None = None
     micro_tokens: int | None = None
     kv_dtype: KVDtype = "auto"
+    read_tokens: int = 1000
+    answer_tokens: int = 100
 
     def __post_init__(self) -> None:
         if self.window < 1 or self.sinks < 0 or self.excursion < 0:
@@ -208,8 +212,13 @@ class Engine:
         state = self.model.state
         state.cache, state.rotary = self.cache, self.rotary
         state.batches = micro_batches(runs, self.micro_tokens, self.model.device, self.chunk_tokens)
-        state.tap_rows = torch.tensor(tap_rows, device=self.model.device) if tap_rows else None
-        hidden = self.model.forward([token for _, tokens in pieces for token in tokens])
+        order = [row for batch in state.batches for rows in batch.taken for row in rows]
+        back = torch.tensor(order).argsort()  # where the pass's tokens went
+        state.tap_rows = back[list(tap_rows)].to(self.model.device) if tap_rows else None
+        asked = [token for _, tokens in pieces for token in tokens]
+        hidden = self.model.forward([asked[row] for row in order])
+        if len(state.batches) > 1:
+            hidden = hidden[back.to(hidden.device)]
         self.passes += 1
         end = 0
         for stream, tokens in pieces:
@@ -296,9 +305,7 @@ def demand(config: EngineConfig, model_config: Any, device: torch.device, dtype:
     _, kv_heads, head_dim = head_shape(model_config)
 
     def cache_bytes(headroom: int) -> int:
-        return RollingCache.stream_bytes(
-            geometries, config.sinks, headroom, kv_heads, head_dim, dtype, config.kv_dtype
-        )
+        return RollingCache.stream_bytes(geometries, config.sinks, headroom, kv_heads, head_dim, dtype, config.kv_dtype)
 
     return Demand(
         config.window,
@@ -309,6 +316,8 @@ def demand(config: EngineConfig, model_config: Any, device: torch.device, dtype:
         micro_tokens,
         config.pass_tokens,
         config.micro_tokens,
+        config.read_tokens,
+        config.answer_tokens,
     )
 
 

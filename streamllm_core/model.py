@@ -43,7 +43,6 @@ class AutoModel:
         *,
         device: str | torch.device = "auto",
         dtype: str | torch.dtype = "auto",
-        quantize: str | None = None,
         prefetching: bool = True,
         resident_layers: int | str = "auto",
         vram: int | str | None = None,
@@ -60,8 +59,6 @@ class AutoModel:
             dtype: "auto" is bf16 on CUDA and on CPUs with AVX512-BF16 or AMX, else float32. On a CPU without units for
                 a 16-bit type, weights are rounded to it and computed with in float32, which is several times faster
                 than emulating it.
-            quantize: "int8" or "int4" packs the layers' weights once and keeps them in the cache folder; they travel
-                packed and are expanded on the device. A GGUF file travels as it is packed already.
             prefetching: transfer the next layer while one computes.
             resident_layers: how many layers stay on the device; "auto" keeps as many as fit.
             vram: the byte budget on the device ("4GB"), a cap for PyTorch's allocator; the CUDA context itself (a few
@@ -83,11 +80,7 @@ class AutoModel:
         if resident is not None and resident < 0:
             raise ValueError(f"resident_layers must be at least 0, not {resident}")
         manager = sizing_manager(place, number, vram)
-        source = open_source(
-            name_or_path, revision=revision, token=token, dtype=number, packed=place.type == "cuda"
-        )
-        if quantize is not None:
-            source = quantize_source(source, quantize, number)
+        source = open_source(name_or_path, revision=revision, token=token, dtype=number)
         return StreamingModel(
             source,
             place,
@@ -107,10 +100,10 @@ def sizing_manager(device: torch.device, dtype: torch.dtype, vram: int | str | N
     budget = parse_bytes(vram) if vram is not None else free_bytes(device)
     if device.type == "cpu":
         return KVCacheSizingManager(budget, link_rates(device, dtype))
+    total = torch.cuda.get_device_properties(device).total_memory
     if vram is not None:
-        total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)
-    return KVCacheSizingManager(budget, link_rates(device, dtype), slack=ALLOCATOR_SLACK + budget // 50)
+    return KVCacheSizingManager(budget, link_rates(device, dtype), slack=ALLOCATOR_SLACK + min(budget, total) // 50)
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
