@@ -100,10 +100,13 @@ class Checkpoint:
         """Module names that have a recipe."""
         return list(self._recipes)
 
-    def shapes(self) -> dict[str, torch.Size]:
-        """Module name and shape of every tensor that ``tensors`` gives."""
+    def headers(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Type and shape of every tensor that ``tensors`` gives, by module name; of packed ones as if plain."""
         targets = (name for first, recipe in self._recipes.items() for name in self._targets(first, recipe))
-        return {name: self._wanted[name].shape for name in targets}
+        return {name: self._header(self._wanted[name]) for name in targets}
+
+    def _header(self, wanted: Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
+        return self._rounded_to if wanted.is_floating_point() else wanted.dtype, tuple(wanted.shape)
 
     def _under(self, prefix: str) -> Iterator[tuple[str, _Recipe]]:
         return ((first, recipe) for first, recipe in self._recipes.items() if first.startswith(prefix))

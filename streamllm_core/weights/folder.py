@@ -16,7 +16,7 @@ from streamllm_core.weights.safetensors_file import SafetensorsFile
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # Files beside the weights that change what a model says; their contents are part of the fingerprint.
-_SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
+SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
@@ -71,7 +71,7 @@ class FolderSource:
             file.path.name: {"header": file.header_sha256, "size": file.size, "mtime_ns": file.mtime_ns}
             for file in dict.fromkeys(self._file_of.values())
         }
-        small = sorted({path for pattern in _SMALL_FILES for path in self.config_dir.glob(pattern) if path.is_file()})
+        small = sorted({path for pattern in SMALL_FILES for path in self.config_dir.glob(pattern) if path.is_file()})
         hashes = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in small}
         return {"weights": weights, "files": hashes}
 

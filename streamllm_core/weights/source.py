@@ -11,6 +11,7 @@ from streamllm_core.errors import ModelError
 from streamllm_core.quantization import Format
 from streamllm_core.weights.default_model import DEFAULT_MODEL, SHA256, default_model_file
 from streamllm_core.weights.folder import FolderSource
+from streamllm_core.weights.gguf_blocks import open_gguf_blocks
 from streamllm_core.weights.gguf_source import open_gguf
 from streamllm_core.weights.hub import open_hub
 
@@ -65,27 +66,37 @@ def open_source(
     revision: str | None = None,
     token: str | bool | None = None,
     dtype: torch.dtype | Literal["auto"] = "auto",
+    packed: bool = False,
 ) -> WeightSource:
     """Open a model by alias, path or hub id.
 
     The alias of the default model comes first, then what exists on disk: a folder with safetensors or a .gguf file.
     What merely looks like a path and does not exist is an error; everything else is a hub id, for which `revision`
     and `token` count. `dtype` is the type the caller computes in, if known: it only decides how a GGUF's weights are
-    stored when they are converted ("auto" and float32: exactly). Raises ModelError for all that the user can mend.
+    stored when they are converted ("auto" and float32: exactly). With `packed`, a GGUF is not converted: its weights
+    come as the blocks of the file. Raises ModelError for all that the user can mend.
     """
     name = str(name_or_path)
     if name == DEFAULT_MODEL:
-        return open_gguf(default_model_file(), name=name, dtype=dtype, expected_sha256=SHA256)
+        return _open_gguf(default_model_file(), name, dtype, packed, SHA256)
     path = Path(name).expanduser()
     if path.is_dir():
         return FolderSource(path, name=name)
     if path.suffix.lower() == ".gguf" and path.is_file():
-        return open_gguf(path, name=name, dtype=dtype)
+        return _open_gguf(path, name, dtype, packed)
     if path.exists():
         raise ModelError(f"{name}: neither a folder with safetensors nor a .gguf file; give the folder it lies in")
     if isinstance(name_or_path, Path) or _looks_like_path(name):
         raise ModelError(f"{name}: no such file or folder")
     return open_hub(name, revision=revision, token=token)
+
+
+def _open_gguf(
+    path: Path, name: str, dtype: torch.dtype | Literal["auto"], packed: bool, expected_sha256: str | None = None
+) -> WeightSource:
+    if packed:
+        return open_gguf_blocks(path, name=name, expected_sha256=expected_sha256)
+    return open_gguf(path, name=name, dtype=dtype, expected_sha256=expected_sha256)
 
 
 def _looks_like_path(name: str) -> bool:
