@@ -3,8 +3,6 @@ has the same contracts; 16-bit and float32 tensors."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -70,14 +68,7 @@ def rotate_(query: Tensor, key: Tensor, window: Tables, sinks: Tables | None, in
     key_heads, pairs = key.shape[1], window[0].shape[-1]
     sink_query = torch.empty_like(query) if sinks is not None else None
     target = query if sink_query is None else sink_query
-    options: dict[str, Any] = {
-        "SINKS": sinks is not None,
-        "PAIRS": pairs,
-        "PAIRS_PADDED": triton.next_power_of_2(pairs),
-        "HEADS_PADDED": triton.next_power_of_2(heads),
-        "KEY_HEADS_PADDED": triton.next_power_of_2(key_heads),
-        "REST_PADDED": triton.next_power_of_2(head_dim - 2 * pairs) if head_dim > 2 * pairs else 0,
-    }
+    pairs_padded, heads_padded = triton.next_power_of_2(pairs), triton.next_power_of_2(heads)
     kernel[(tokens,)](
         query,
         key,
@@ -92,6 +83,12 @@ def rotate_(query: Tensor, key: Tensor, window: Tables, sinks: Tables | None, in
         2 if interleaved else 1,
         1 if interleaved else pairs,
         head_dim,
-        **options,
+        SINKS=sinks is not None,
+        PAIRS=pairs,
+        PAIRS_PADDED=pairs_padded,
+        HEADS_PADDED=heads_padded,
+        KEY_HEADS_PADDED=triton.next_power_of_2(key_heads),
+        REST_PADDED=triton.next_power_of_2(head_dim - 2 * pairs) if head_dim > 2 * pairs else 0,
+        num_warps=min(16, max(1, pairs_padded * heads_padded // 512)),
     )
     return sink_query

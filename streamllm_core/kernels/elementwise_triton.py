@@ -98,20 +98,22 @@ def rotate(
     cos = tl.load(window_cos + token * PAIRS + pair, mask=live, other=0.0)
     sin = tl.load(window_sin + token * PAIRS + pair, mask=live, other=0.0)
 
-    head = tl.arange(0, KEY_HEADS_PADDED)
-    inside = (head < key_heads)[:, None] & live[None, :]
-    place = key + token * k_token + head[:, None] * k_head + pair[None, :] * step
-    first = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(place + apart, mask=inside, other=0.0).to(tl.float32)
-    new_first, new_second = _turn(first, second, cos, sin)
-    tl.store(place, new_first.to(key.dtype.element_ty), mask=inside)
-    tl.store(place + apart, new_second.to(key.dtype.element_ty), mask=inside)
-
     head = tl.arange(0, HEADS_PADDED)
     inside = (head < heads)[:, None] & live[None, :]
     place = query + token * q_token + head[:, None] * q_head + pair[None, :] * step
     first = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(place + apart, mask=inside, other=0.0).to(tl.float32)
+
+    key_head = tl.arange(0, KEY_HEADS_PADDED)
+    key_inside = (key_head < key_heads)[:, None] & live[None, :]
+    key_place = key + token * k_token + key_head[:, None] * k_head + pair[None, :] * step
+    key_first = tl.load(key_place, mask=key_inside, other=0.0).to(tl.float32)
+    key_second = tl.load(key_place + apart, mask=key_inside, other=0.0).to(tl.float32)
+
+    key_first, key_second = _turn(key_first, key_second, cos, sin)
+    tl.store(key_place, key_first.to(key.dtype.element_ty), mask=key_inside)
+    tl.store(key_place + apart, key_second.to(key.dtype.element_ty), mask=key_inside)
+
     new_first, new_second = _turn(first, second, cos, sin)
     tl.store(place, new_first.to(query.dtype.element_ty), mask=inside)
     tl.store(place + apart, new_second.to(query.dtype.element_ty), mask=inside)
