@@ -7,7 +7,7 @@ keeps that knowledge as conversion mappings, and those are applied here, layer b
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +17,11 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from streamllm_core.errors import ModelError
+from streamllm_core.memory.budget import free_bytes
 from streamllm_core.skeleton import Skeleton
 from streamllm_core.weights import WeightSource
+from streamllm_core.weights.reading import FileRange, RangeReader
+from streamllm_core.weights.source import FileSource
 
 
 @dataclass
@@ -50,11 +53,12 @@ class Checkpoint:
             raise ModelError(f"{source.name}: the checkpoint lacks {shown}; it is incomplete or of another model.")
         for first, recipe in self._recipes.items():
             self._check_sizes(first, recipe)
+        self.reader = RangeReader(drop_behind=_stored_bytes(source) > free_bytes(torch.device("cpu")))
 
-    def tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, prefix: str, besides: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
         """(module name, rounded tensor on the CPU) of everything under ``prefix``. Raises ModelError."""
         for first, recipe in self._recipes.items():
-            if not first.startswith(prefix):
+            if not first.startswith(prefix) or first in besides:
                 continue
             for name, tensor in self._cook(first, recipe):
                 wanted = self._wanted[name]
@@ -68,8 +72,34 @@ class Checkpoint:
 
     def fill(self, prefix: str, views: dict[str, Tensor]) -> None:
         """Copy everything under ``prefix`` into ``views`` (named without the prefix), casting to their dtypes."""
-        for name, tensor in self.tensors(prefix):
+        stored = self._read_as_stored(prefix, views)
+        for name, tensor in self.tensors(prefix, besides=stored):
             views[name.removeprefix(prefix)].data.copy_(tensor)
+
+    def range(self, name: str) -> FileRange | None:
+        """Where the stored bytes of a module's tensor lie; None when it is made of several, or of none on disk."""
+        recipe = self._recipes[name]
+        if recipe.converter is not None or not isinstance(self.source, FileSource):
+            return None
+        return self.source.range(recipe.parts[0][0])
+
+    def _read_as_stored(self, prefix: str, views: dict[str, Tensor]) -> set[str]:
+        """Read from disk, past the mapping, the tensors that need no conversion; their names."""
+        wanted: dict[str, tuple[FileRange, Tensor]] = {}
+        for name in self._recipes:
+            span = self.range(name) if name.startswith(prefix) else None
+            if span is not None and self._is_stored_as(name, span, view := views[name.removeprefix(prefix)].data):
+                wanted[name] = span, view if view.device.type == "cpu" else torch.empty_like(view, device="cpu")
+        self.reader.read(wanted.values())
+        for name, (_, value) in wanted.items():
+            if (view := views[name.removeprefix(prefix)].data).device != value.device:
+                view.copy_(value)
+        return set(wanted)
+
+    def _is_stored_as(self, name: str, span: FileRange, view: Tensor) -> bool:
+        stored = self.source.header(self._recipes[name].parts[0][0])[0]
+        rounded = stored != self._rounded_to and stored.is_floating_point
+        return stored == view.dtype and not rounded and span.nbytes == view.nbytes
 
     def names(self) -> list[str]:
         """Module names that have a recipe."""
@@ -130,3 +160,8 @@ class Checkpoint:
 def parameter_count(source: WeightSource) -> int:
     """Number of stored weights."""
     return sum(torch.Size(source.header(name)[1]).numel() for name in source.names())
+
+
+def _stored_bytes(source: WeightSource) -> int:
+    """Size on disk; 0 when the source is not on disk."""
+    return sum(source.range(name).nbytes for name in source.names()) if isinstance(source, FileSource) else 0

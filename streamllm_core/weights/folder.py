@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from streamllm_core.errors import ModelError
+from streamllm_core.weights.reading import FileRange
 from streamllm_core.weights.safetensors_file import SafetensorsFile
 
 SINGLE_FILE = "model.safetensors"
@@ -45,6 +46,10 @@ class FolderSource:
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor as a view of the mapped file, to be treated as read-only; may be called from any thread."""
         return self._file(name).tensor(name)
+
+    def range(self, name: str) -> FileRange:
+        """Where the tensor's stored bytes lie on disk."""
+        return self._file(name).range(name)
 
     def release(self, name: str) -> None:
         """Give back the memory pages of a tensor that has been copied elsewhere; it stays readable."""

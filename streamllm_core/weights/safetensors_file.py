@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from streamllm_core.errors import ModelError
+from streamllm_core.weights.reading import FileRange
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -106,6 +107,11 @@ class SafetensorsFile:
         if entry.offset % dtype.itemsize:  # the format permits it; a typed view needs alignment, so this one is copied
             raw = raw.clone()
         return raw.view(dtype).view(shape)
+
+    def range(self, name: str) -> FileRange:
+        """Where the tensor's bytes lie."""
+        entry = self.entries[name]
+        return FileRange(self.path, entry.offset, entry.nbytes, self.mtime_ns)
 
     def release(self, name: str) -> None:
         """Give back the process's pages of this tensor; later reads fetch them from the page cache or the disk.
