@@ -7,7 +7,7 @@ keeps that knowledge as conversion mappings, and those are applied here, layer b
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +18,12 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 
 from streamllm_core.errors import ModelError
 from streamllm_core.memory.arena import ArenaLayout
+from streamllm_core.memory.limits import free_bytes
 from streamllm_core.quantization import Format, expand
 from streamllm_core.skeleton import Skeleton
 from streamllm_core.weights import WeightSource
+from streamllm_core.weights.reading import FileRange, RangeReader
+from streamllm_core.weights.source import FileSource
 
 
 @dataclass
@@ -52,6 +55,7 @@ class Checkpoint:
             raise ModelError(f"{source.name}: the checkpoint lacks {shown}; it is incomplete or of another model.")
         for first, recipe in self._recipes.items():
             self._check_sizes(first, recipe)
+        self.reader = RangeReader(drop_behind=_stored_bytes(source) > free_bytes(torch.device("cpu")))
 
     def tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
         """(module name, rounded tensor on the CPU) of everything under ``prefix``. Raises ModelError.
@@ -67,8 +71,11 @@ class Checkpoint:
         packed there as they are stored, the others expanded and cast to the layout's dtypes."""
         views = layout.stored(block)
         packed = {entry.name for entry in layout.entries if entry.format is not None}
+        done = self._read_as_stored(prefix, views, packed)
         for first, recipe in self._under(prefix):
             format, name = self.format(first), first.removeprefix(prefix)
+            if first in done:
+                continue
             if format is None:
                 for full, tensor in self._values(first, recipe):
                     views[full.removeprefix(prefix)].copy_(tensor)
@@ -95,6 +102,35 @@ class Checkpoint:
     def release(self, name: str) -> None:
         """Give back the memory pages behind a tensor that has been copied elsewhere; it stays readable."""
         self._release(self._recipes[name])
+
+    def range(self, name: str) -> FileRange | None:
+        """Where the stored bytes of a module's tensor lie; None when it is made of several, or of none on disk."""
+        recipe = self._recipes[name]
+        if recipe.converter is not None or not isinstance(self.source, FileSource):
+            return None
+        return self.source.range(recipe.parts[0][0])
+
+    def _read_as_stored(self, prefix: str, views: dict[str, Tensor], packed: Collection[str]) -> set[str]:
+        """Read from disk, past the mapping, the tensors that need no conversion; their module names."""
+        wanted: dict[str, tuple[FileRange, Tensor]] = {}
+        for first, _ in self._under(prefix):
+            span, name = self.range(first), first.removeprefix(prefix)
+            if span is None:
+                continue
+            view = views[name]
+            if span.nbytes == view.nbytes and (name in packed or self._is_stored_in(first, view.dtype)):
+                wanted[first] = span, view if view.device.type == "cpu" else torch.empty_like(view, device="cpu")
+        self.reader.read(wanted.values())
+        for first, (_, value) in wanted.items():
+            if (view := views[first.removeprefix(prefix)]).device != value.device:
+                view.copy_(value)
+        return set(wanted)
+
+    def _is_stored_in(self, name: str, dtype: torch.dtype) -> bool:
+        """Plain, in this type, and not to be rounded to another."""
+        stored = self.source.header(self._recipes[name].parts[0][0])[0]
+        rounded = stored != self._rounded_to and stored.is_floating_point
+        return stored == dtype and not rounded and self.format(name) is None
 
     def names(self) -> list[str]:
         """Module names that have a recipe."""
@@ -183,3 +219,8 @@ class Checkpoint:
 def parameter_count(source: WeightSource) -> int:
     """Number of stored weights."""
     return sum(torch.Size(source.header(name)[1]).numel() for name in source.names())
+
+
+def _stored_bytes(source: WeightSource) -> int:
+    """Size on disk; 0 when the source is not on disk."""
+    return sum(source.range(name).nbytes for name in source.names()) if isinstance(source, FileSource) else 0

@@ -25,8 +25,9 @@ from streamllm_core.loading import Loader
 from streamllm_core.memory.budget import Demand, KVCacheSizingManager
 from streamllm_core.memory.limits import free_bytes, parse_bytes
 from streamllm_core.memory.plan import MemoryPlan
-from streamllm_core.skeleton import read_config
+from streamllm_core.skeleton import Skeleton, read_config
 from streamllm_core.weights import WeightSource, open_source, tokenizer_note
+from streamllm_core.weights.quantized import quantize_source
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 ALLOCATOR_SLACK = 64 * 10**6  # libraries' workspaces, and what lies between blocks
@@ -43,6 +44,7 @@ class AutoModel:
         *,
         device: str | torch.device = "auto",
         dtype: str | torch.dtype = "auto",
+        quantize: str | None = None,
         prefetching: bool = True,
         resident_layers: int | str = "auto",
         vram: int | str | None = None,
@@ -59,6 +61,8 @@ class AutoModel:
             dtype: "auto" is bf16 on CUDA and on CPUs with AVX512-BF16 or AMX, else float32. On a CPU without units for
                 a 16-bit type, weights are rounded to it and computed with in float32, which is several times faster
                 than emulating it.
+            quantize: "int8" or "int4" packs the layers' weights once and keeps them in the cache folder; they travel
+                packed and are expanded on the device. On a card, a GGUF file's blocks travel as they are without it.
             prefetching: transfer the next layer while one computes.
             resident_layers: how many layers stay on the device; "auto" keeps as many as fit.
             vram: the byte budget on the device ("4GB"), a cap for PyTorch's allocator; the CUDA context itself (a few
@@ -80,7 +84,9 @@ class AutoModel:
         if resident is not None and resident < 0:
             raise ValueError(f"resident_layers must be at least 0, not {resident}")
         manager = sizing_manager(place, number, vram)
-        source = open_source(name_or_path, revision=revision, token=token, dtype=number)
+        source = open_source(name_or_path, revision=revision, token=token, dtype=number, packed=place.type == "cuda")
+        if quantize is not None:
+            source = quantize_source(source, Skeleton(read_config(source), number), quantize, number, place)
         return StreamingModel(
             source,
             place,

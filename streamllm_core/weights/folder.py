@@ -11,6 +11,7 @@ import torch
 
 from streamllm_core.errors import ModelError
 from streamllm_core.quantization import Format
+from streamllm_core.weights.reading import FileRange
 from streamllm_core.weights.safetensors_file import SafetensorsFile
 
 SINGLE_FILE = "model.safetensors"
@@ -55,6 +56,10 @@ class FolderSource:
     def raw(self, name: str) -> torch.Tensor:
         """The tensor's bytes as stored, uint8 [nbytes], to be treated as read-only; may be called from any thread."""
         return self._file(name).raw(name)
+
+    def range(self, name: str) -> FileRange:
+        """Where the tensor's stored bytes lie on disk."""
+        return self._file(name).range(name)
 
     def release(self, name: str) -> None:
         """Give back the memory pages of a tensor that has been copied elsewhere; it stays readable."""

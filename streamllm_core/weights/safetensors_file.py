@@ -25,6 +25,7 @@ import torch
 from streamllm_core.errors import ModelError
 from streamllm_core.quantization import FORMATS, Format, expand
 from streamllm_core.weights.mapped_file import MappedFile
+from streamllm_core.weights.reading import FileRange
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -117,6 +118,11 @@ class SafetensorsFile:
         if entry.offset % dtype.itemsize:  # the format permits it; a typed view needs alignment, so this one is copied
             raw = raw.clone()
         return raw.view(dtype).view(shape)
+
+    def range(self, name: str) -> FileRange:
+        """Where the tensor's stored bytes lie."""
+        entry = self.entries[name]
+        return FileRange(self.path, entry.offset, entry.nbytes, self.mtime_ns)
 
     def raw(self, name: str) -> torch.Tensor:
         """The stored bytes, uint8 [nbytes], as a view of the mapped file; same warning."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
@@ -14,6 +14,7 @@ from streamllm_core.weights.folder import FolderSource
 from streamllm_core.weights.gguf_blocks import open_gguf_blocks
 from streamllm_core.weights.gguf_source import open_gguf
 from streamllm_core.weights.hub import open_hub
+from streamllm_core.weights.reading import FileRange
 
 
 class WeightSource(Protocol):
@@ -57,6 +58,15 @@ class WeightSource(Protocol):
 
     def release(self, name: str) -> None:
         """Give back the memory pages of a tensor that has been copied elsewhere; it stays readable."""
+        ...
+
+
+@runtime_checkable
+class FileSource(Protocol):
+    """A weight source may also tell where bytes lie, so that a layer can be read from disk without a mapping."""
+
+    def range(self, name: str) -> FileRange:
+        """The stored bytes of a tensor, packed or not."""
         ...
 
 
