@@ -19,7 +19,7 @@ def test_experts_are_not_merged_from_packed_parts(tmp_path: Path, monkeypatch: p
     source = open_source(save_tiny("qwen3_moe", tmp_path / "moe"))
     skeleton = Skeleton(read_config(source), torch.float32)
     checkpoint = Checkpoint(source, skeleton, torch.float32)
-    merged = "model.layers.0.mlp.experts.gate_up_proj"
+    merged = "model.layers.1.mlp.experts.gate_up_proj"
     assert merged in checkpoint.headers() and checkpoint.format(merged) is None
     experts = [name for name in source.names() if ".experts." in name]
     assert len(experts) > 3
