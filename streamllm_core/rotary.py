@@ -76,8 +76,7 @@ class Rotary:
         if fused is not None:
             window = self._plain_tables(batch, layer_type, None)
             sinks = None if recent is None else self._plain_tables(batch, layer_type, recent)
-            sink_query = fused(query, key, window, sinks)
-            return query, query if sink_query is None else sink_query, key
+            return fused(query, key, window, sinks)  # type: ignore[no-any-return]
         window_query, key_turned = self._apply(attention, batch, query, key, layer_type, None)
         if recent is None:
             return window_query, window_query, key_turned

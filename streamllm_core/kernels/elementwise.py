@@ -58,28 +58,29 @@ def gate_(gate: Tensor, up: Tensor, activation: str) -> None:
     )
 
 
-def rotate_(query: Tensor, key: Tensor, window: Tables, sinks: Tables | None, interleaved: bool) -> Tensor | None:
-    """See ``elementwise_torch.rotate_``."""
+def rotate(
+    query: Tensor, key: Tensor, window: Tables, sinks: Tables | None, interleaved: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``elementwise_torch.rotate``. Query and key are turned where they are: they are read and written once."""
     import triton
 
     from streamllm_core.kernels.elementwise_triton import rotate as kernel
 
     _, heads, tokens, head_dim = query.shape
     key_heads, pairs = key.shape[1], window[0].shape[-1]
-    sink_query = torch.empty_like(query) if sinks is not None else None
-    target = query if sink_query is None else sink_query
+    sink_query = query if sinks is None else torch.empty_like(query)
     pairs_padded, heads_padded = triton.next_power_of_2(pairs), triton.next_power_of_2(heads)
     kernel[(tokens,)](
         query,
         key,
-        target,
+        sink_query,
         *window,
         *(sinks or window),
         heads,
         key_heads,
         *query.stride()[1:3],
         *key.stride()[1:3],
-        *target.stride()[1:3],
+        *sink_query.stride()[1:3],
         2 if interleaved else 1,
         1 if interleaved else pairs,
         head_dim,
@@ -91,4 +92,4 @@ def rotate_(query: Tensor, key: Tensor, window: Tables, sinks: Tables | None, in
         REST_PADDED=triton.next_power_of_2(head_dim - 2 * pairs) if head_dim > 2 * pairs else 0,
         num_warps=min(16, max(1, pairs_padded * heads_padded // 512)),
     )
-    return sink_query
+    return query, sink_query, key

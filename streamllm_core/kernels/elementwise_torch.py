@@ -33,27 +33,27 @@ def gate_(gate: Tensor, up: Tensor, activation: str) -> None:
     gate.mul_(up)
 
 
-def rotate_(query: Tensor, key: Tensor, window: Tables, sinks: Tables | None, interleaved: bool) -> Tensor | None:
-    """Turn query and key [1, heads, tokens, head_dim] in place by the angles of ``window``; the query turned by those
-    of ``sinks`` instead is returned.
+def rotate(
+    query: Tensor, key: Tensor, window: Tables, sinks: Tables | None, interleaved: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Turn query and key [1, heads, tokens, head_dim] by the angles of ``window``, and the query by those of ``sinks``
+    as well. Returns window query, sink query (the same without ``sinks``) and key.
 
     Tables: cosines and sines [tokens, pairs] in float32; the 2 * pairs leading dimensions turn, dimension i with
-    pairs + i or, ``interleaved``, 2 i with 2 i + 1.
+    pairs + i or, ``interleaved``, 2 i with 2 i + 1. Computed in float32. The CUDA kernel overwrites its arguments.
     """
-    sink_query = None
-    if sinks is not None:
-        sink_query = query.clone()
-        _turn_(sink_query, *sinks, interleaved)
-    _turn_(query, *window, interleaved)
-    _turn_(key, *window, interleaved)
-    return sink_query
+    window_query = _turned(query, *window, interleaved)
+    sink_query = window_query if sinks is None else _turned(query, *sinks, interleaved)
+    return window_query, sink_query, _turned(key, *window, interleaved)
 
 
-def _turn_(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     pairs = cos.shape[-1]
-    first, second = x[..., :pairs], x[..., pairs : 2 * pairs]
+    exact = x.to(cos.dtype)
+    first, second = exact[..., :pairs], exact[..., pairs : 2 * pairs]
     if interleaved:
-        first, second = x[..., : 2 * pairs : 2], x[..., 1 : 2 * pairs : 2]
-    turned = first * cos - second * sin
-    second.copy_(second * cos + first * sin)
-    first.copy_(turned)
+        first, second = exact[..., : 2 * pairs : 2], exact[..., 1 : 2 * pairs : 2]
+    new_first = (first * cos).addcmul_(second, sin, value=-1)
+    new_second = (second * cos).addcmul_(first, sin)
+    parts = [torch.stack([new_first, new_second], -1).flatten(-2)] if interleaved else [new_first, new_second]
+    return torch.cat([*parts, exact[..., 2 * pairs :]], -1).to(x.dtype)

@@ -73,7 +73,7 @@ def pieces(kernels: Kernels, tokens: int, place: dict[str, Any]) -> dict[str, tu
         "rotary": (
             3 * query.nbytes + 2 * key.nbytes,
             stock_rotation,
-            lambda: kernels.rotate_(query, key, plain, plain, False),
+            lambda: kernels.rotate(query, key, plain, plain, False),
         ),
     }
 
