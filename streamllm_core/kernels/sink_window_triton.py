@@ -16,9 +16,17 @@ NEVER = tl.constexpr(-1e30)
 
 
 @triton.jit
+def _widen(stored, dtype: tl.constexpr):
+    """Exact. fp8 goes by way of fp16: Ada has no other conversion."""
+    if stored.dtype == tl.float8e4nv:
+        stored = stored.to(tl.float16)
+    return stored.to(dtype)
+
+
+@triton.jit
 def _score(query, keys, peaks, inner, CAPPED: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr):
     """[M, N] products that only lack the scale."""
-    score = tl.dot(query, keys.to(query.dtype), input_precision=PRECISION)
+    score = tl.dot(query, _widen(keys, query.dtype), input_precision=PRECISION)
     if SCALED:
         score *= peaks[None, :]
     if CAPPED:  # tanh
@@ -37,7 +45,7 @@ def _accumulate(
     weight = weight * decay + tl.sum(share, 1)
     if SCALED:
         share *= peaks[None, :]
-    total = tl.dot(share.to(dtype), values.to(dtype), total * decay[:, None], input_precision=PRECISION)
+    total = tl.dot(share.to(dtype), _widen(values, dtype), total * decay[:, None], input_precision=PRECISION)
     return total, weight, new_top
 
 
@@ -142,16 +150,17 @@ def attention(
         top = tl.where(part == 0, aux, top)
         weight += tl.where(part == 0, 1.0, 0.0)
 
-    if (sinks > 0) & (part == 0):
-        offset = place * sq_token + head * sq_head
-        q = tl.load(sink_query + (offset[:, None] + dim[None, :]), mask=inside, other=0.0)
-        for begin in range(0, sinks, N_SINKS):
-            row = begin + tl.arange(0, N_SINKS)
-            held = row < sinks
-            k, v, k_peak, v_peak = _load(keys, values, key_peaks, value_peaks, row, held, D, D_PADDED, SCALED)
-            score = _score(q, k, k_peak, inner, CAPPED, SCALED, PRECISION)
-            score = tl.where(held[None, :] & (row[None, :] <= query[:, None]), score, NEVER)
-            total, weight, top = _accumulate(total, weight, top, score, scale, v, v_peak, dtype, SCALED, PRECISION)
+    # No branch round this loop: with one, ptxas serialises every matrix product of the kernel on Hopper (C7515).
+    pinned = tl.where(part == 0, sinks, 0)
+    offset = place * sq_token + head * sq_head
+    q = tl.load(sink_query + (offset[:, None] + dim[None, :]), mask=inside & (pinned > 0), other=0.0)
+    for begin in range(0, pinned, N_SINKS):
+        row = begin + tl.arange(0, N_SINKS)
+        held = row < pinned
+        k, v, k_peak, v_peak = _load(keys, values, key_peaks, value_peaks, row, held, D, D_PADDED, SCALED)
+        score = _score(q, k, k_peak, inner, CAPPED, SCALED, PRECISION)
+        score = tl.where(held[None, :] & (row[None, :] <= query[:, None]), score, NEVER)
+        total, weight, top = _accumulate(total, weight, top, score, scale, v, v_peak, dtype, SCALED, PRECISION)
 
     offset = place * wq_token + head * wq_head
     q = tl.load(window_query + (offset[:, None] + dim[None, :]), mask=inside, other=0.0)
