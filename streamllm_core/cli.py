@@ -24,16 +24,19 @@ def about() -> None:
 @app.command()
 def hardware(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda[:n]")] = "auto",
+    disk: Annotated[
+        Path | None, typer.Option(help="Folder on the disk to measure; default: the cache of converted models.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Measure memory, host-to-device bandwidth and matmul rates of this machine."""
+    """Measure memory, link and disk bandwidths and matmul rates of this machine."""
     from streamllm_core import hardware as machine
     from streamllm_core.model import resolve_device
 
-    report = machine.measure(resolve_device(device))
+    report = machine.measure(resolve_device(device), disk)
     typer.echo(json.dumps(report) if as_json else machine.table(report))
-    if "gpu" not in report and not as_json:
-        typer.echo("No CUDA device: page-locked transfers and GPU rates were not measured.", err=True)
+    for line in machine.not_measured(report):
+        typer.echo(line, err=True)
 
 
 @app.command()

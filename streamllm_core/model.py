@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from streamllm_core.engine import Engine, EngineConfig, demand, within
 from streamllm_core.errors import BudgetError, ModelError
 from streamllm_core.fusion import fuse, kernels_for
 from streamllm_core.generation import Generation, generate, stream_generate
-from streamllm_core.hardware import link_rates
+from streamllm_core.hardware import LinkRates
 from streamllm_core.loading import Loader
 from streamllm_core.memory.budget import Demand, KVCacheSizingManager
 from streamllm_core.memory.limits import free_bytes, parse_bytes
@@ -104,12 +104,25 @@ def sizing_manager(device: torch.device, dtype: torch.dtype, vram: int | str | N
     """For a budget of ``vram`` bytes, or of what is free. On a card the budget is a cap: PyTorch's allocator refuses
     to go beyond it. Raises ValueError."""
     budget = parse_bytes(vram) if vram is not None else free_bytes(device)
+    rates = measured_rates(device, dtype)
     if device.type == "cpu":
-        return KVCacheSizingManager(budget, link_rates(device, dtype))
+        return KVCacheSizingManager(budget, rates)
     total = torch.cuda.get_device_properties(device).total_memory
     if vram is not None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)
-    return KVCacheSizingManager(budget, link_rates(device, dtype), slack=ALLOCATOR_SLACK + min(budget, total) // 50)
+    return KVCacheSizingManager(budget, rates, slack=allocator_slack(min(budget, total)))
+
+
+def allocator_slack(budget: int) -> int:
+    """Bytes of a card's budget that are left to libraries' workspaces and to gaps between blocks."""
+    return ALLOCATOR_SLACK + budget // 50
+
+
+@cache
+def measured_rates(device: torch.device, dtype: torch.dtype) -> LinkRates:
+    """Measured once a process. On a CPU layers are streamed from disk, so that is its link."""
+    rates = LinkRates.measure(device, dtype)
+    return replace(rates, host_to_device=rates.disk) if device.type == "cpu" else rates
 
 
 def resolve_device(device: str | torch.device) -> torch.device:

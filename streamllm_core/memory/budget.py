@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import ceil
+from typing import TYPE_CHECKING
 
 from streamllm_core.errors import BudgetError
-from streamllm_core.hardware import LinkRates
 from streamllm_core.memory.limits import format_bytes
 from streamllm_core.memory.plan import Batching, MemoryPlan, Placement, Prediction
 from streamllm_core.memory.sizes import ModelSizes
+
+if TYPE_CHECKING:
+    from streamllm_core.hardware import LinkRates
 
 # Share of the measured rate of square products that whole layers reach, attention and elementwise work included.
 EFFICIENCY = 0.75

@@ -20,7 +20,8 @@ import torch
 from torch.nn import functional
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm, apply_rotary_pos_emb
 
-from streamllm_core.bench import LONG_AGO, RandomSource, Shape
+from streamllm_core.bench.passes import LONG_AGO
+from streamllm_core.bench.shapes import RandomSource, Shape
 from streamllm_core.engine import EngineConfig
 from streamllm_core.fusion import Kernels, kernels_for
 from streamllm_core.hardware import median_seconds

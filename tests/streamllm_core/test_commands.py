@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -31,10 +32,11 @@ def test_bench_reports_passes_against_their_limit() -> None:
         assert row["sequential"] > 0
 
 
-def test_hardware_names_what_it_did_not_measure() -> None:
-    done = streamllm("hardware", "--device", "cpu")
+def test_hardware_names_what_it_did_not_measure(tmp_path: Path) -> None:
+    done = streamllm("hardware", "--device", "cpu", "--disk", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "ram gb" in done.stdout
+    assert "disk read gb s" in done.stdout
     assert "No CUDA device" in done.stderr
 
 
