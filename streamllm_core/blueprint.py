@@ -14,6 +14,7 @@ from streamllm_core.memory.sizes import ModelSizes
 from streamllm_core.quantization import Format
 from streamllm_core.skeleton import Skeleton
 from streamllm_core.weights import WeightSource
+from streamllm_core.weights.quantized import planned_formats
 
 
 @dataclass(frozen=True)
@@ -40,18 +41,25 @@ class Blueprint:
     """
 
     def __init__(
-        self, source: WeightSource, config: Any, device: torch.device, dtype: torch.dtype, rounded_to: torch.dtype
+        self,
+        source: WeightSource,
+        config: Any,
+        device: torch.device,
+        dtype: torch.dtype,
+        rounded_to: torch.dtype,
+        planned: str | None = None,
     ) -> None:
-        """``rounded_to``: the type whose values the weights take. Raises ModelError."""
+        """``rounded_to``: the type whose values the weights take. ``planned``: a format ("int8", "int4") that the
+        weights are to be thought packed in, though the source has not packed them. Raises ModelError."""
         self.source = source
         self.config = config
         self.device = device
         self.dtype = dtype
         self.skeleton = Skeleton(config, dtype)
         self.checkpoint = Checkpoint(source, self.skeleton, rounded_to=rounded_to)
+        self._planned = planned_formats(self.checkpoint, self.skeleton, planned) if planned else {}
         self.layouts = [
-            ArenaLayout.of(layer, self.checkpoint.formats(self.prefix(index)))
-            for index, layer in enumerate(self.skeleton.layers)
+            ArenaLayout.of(layer, self._formats(self.prefix(index))) for index, layer in enumerate(self.skeleton.layers)
         ]
         self.head = self._head()
         self.sizes = self._sizes()
@@ -60,12 +68,16 @@ class Blueprint:
         """What the names of a decoder layer's tensors begin with."""
         return f"{self.skeleton.layers_prefix}{layer}."
 
+    def _formats(self, prefix: str) -> dict[str, Format]:
+        planned = {name: format for name, format in self._planned.items() if name.startswith(prefix)}
+        return self.checkpoint.formats(prefix) | {name.removeprefix(prefix): f for name, f in planned.items()}
+
     def _head(self) -> HeadLayout:
         skeleton = self.skeleton
         vocabulary, hidden = skeleton.output._parameters["weight"].shape  # type: ignore[union-attr]
         name = f"{skeleton.name_of(skeleton.embedding if skeleton.tied else skeleton.output)}.weight"
         # A tied head is cut out of the embedding, which is expanded in RAM.
-        packed = None if skeleton.tied else self.checkpoint.format(name)
+        packed = None if skeleton.tied else self._planned.get(name) or self.checkpoint.format(name)
         tiles = tile_rows(vocabulary, hidden * self.dtype.itemsize)
         return HeadLayout(name, (vocabulary, hidden), packed, self.dtype.itemsize, tiles)
 

@@ -40,6 +40,61 @@ def hardware(
 
 
 @app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help="Model folder, .gguf file, or hub id (only its headers are fetched).")],
+    vram: Annotated[str | None, typer.Option(help="Memory budget, for example 4GB. Default: what is free.")] = None,
+    quantize: Annotated[str | None, typer.Option(help="int8 or int4: plan for packed weights.")] = None,
+    kv_dtype: Annotated[str, typer.Option(help="auto, int8 or fp8: how keys and values are kept.")] = "auto",
+    window: Annotated[int, typer.Option(min=1, help="Recent tokens that attention sees.")] = 2048,
+    sinks: Annotated[int, typer.Option(min=0, help="Longest pinned prompt, in tokens.")] = 64,
+    documents: Annotated[int | None, typer.Option(min=1, help="Most texts in flight.")] = None,
+    document_tokens: Annotated[int, typer.Option(min=1, help="What is read between two answers.")] = 1000,
+    answer_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 256,
+    resident_layers: Annotated[int | None, typer.Option(min=0, help="Layers that stay. Default: the best.")] = None,
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda[:n]; cuda can be planned for where there is none")] = (
+        "auto"
+    ),
+    revision: Annotated[str | None, typer.Option(help="Hub revision.")] = None,
+    bus_gb_s: Annotated[float | None, typer.Option(min=0.1, help="Host-to-device GB/s, in place of a probe.")] = None,
+    matmul_tflops: Annotated[float | None, typer.Option(min=0.001, help="TFLOP/s, in place of a probe.")] = None,
+    memory_gb_s: Annotated[float | None, typer.Option(min=0.1, help="Device memory GB/s, in place of a probe.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show where every byte of a budget would go and what speed to expect, without loading the model."""
+    from streamllm_core.engine import EngineConfig
+    from streamllm_core.planning import ASSUMED, plan_model, with_rates
+
+    config = EngineConfig(
+        window,
+        sinks,
+        excursion=answer_tokens,
+        streams=documents,
+        kv_dtype=cast("KVDtype", kv_dtype),
+        read_tokens=document_tokens,
+        answer_tokens=answer_tokens,
+    )
+    found, assumed = plan_model(
+        model,
+        config,
+        device=device,
+        dtype=dtype,
+        quantize=quantize,
+        vram=vram,
+        resident=resident_layers,
+        revision=revision,
+        rates=with_rates(bus_gb_s, matmul_tflops, memory_gb_s),
+    )
+    typer.echo(json.dumps(found.as_dict()) if as_json else found.table())
+    if assumed and not as_json:
+        typer.echo(
+            f"No card here: {ASSUMED.host_to_device / 1e9:.0f} GB/s over the bus, {ASSUMED.matmul / 1e12:.0f} TFLOP/s "
+            f"and {ASSUMED.memory / 1e9:.0f} GB/s of memory are assumed where no option says otherwise.",
+            err=True,
+        )
+
+
+@app.command()
 def bench(
     layers: Annotated[int, typer.Option(min=1, help="Decoder layers.")] = 16,
     hidden_dim: Annotated[int, typer.Option(min=256, help="Hidden size, a multiple of 256.")] = 2048,

@@ -183,6 +183,7 @@ def random_model(
     vram: int | str | None,
     resident: int | None = None,
     expected: EngineConfig | None = None,
+    fused: bool = True,
 ) -> Iterator[StreamingModel]:
     """A model of random weights, loaded within ``vram``. Raises ModelError, BudgetError, ValueError."""
     place = resolve_device(device)
@@ -190,4 +191,4 @@ def random_model(
     with tempfile.TemporaryDirectory() as folder:
         source = RandomSource(shape.config(), Path(folder), number, place, quantize)
         manager = sizing_manager(place, number, vram)
-        yield StreamingModel(source, place, number, manager, resident=resident, expected=expected)
+        yield StreamingModel(source, place, number, manager, resident=resident, expected=expected, fused=fused)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 # Share of the measured rate of square products that whole layers reach, attention and elementwise work included.
 EFFICIENCY = 0.75
+LAUNCH_SECONDS = 5e-5  # to set one layer to work on one micro-batch
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,8 @@ class KVCacheSizingManager:
         traffic = sizes.weight_traffic(tokens, batching.micro_tokens) + generating * batching.stream_bytes
         if generating:
             traffic += sizes.head
-        return max(operations, traffic / self.rates.memory)
+        launches = ceil(tokens / batching.micro_tokens) * len(sizes.layers) * LAUNCH_SECONDS
+        return max(operations, traffic / self.rates.memory) + launches
 
     def _refusal(self, placements: list[Placement], demand: Demand) -> BudgetError:
         """Everything at its smallest, added up."""

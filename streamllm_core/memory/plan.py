@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from streamllm_core.memory.sizes import ModelSizes
 
@@ -136,6 +136,22 @@ class MemoryPlan:
             f"cache of {batch.streams} streams x {batch.stream_bytes / 1e6:.1f} MB": batch.streams * batch.stream_bytes,
             f"activations ({batch.micro_tokens} tokens in a layer, {batch.pass_tokens} in a pass)": batch.activations,
             "allocator slack": self.slack,
+        }
+
+    def as_dict(self) -> dict[str, object]:
+        """For programs: sizes in bytes, speeds in tokens a second."""
+        place, batch = self.placement, self.batching
+        return {
+            "budget_bytes": self.budget,
+            "plan_bytes": self.total,
+            "bytes": self.items(),
+            "resident_layers": list(place.resident),
+            "streamed_layers": list(place.streamed),
+            "head_stays": place.head_stays,
+            "link_bytes_per_pass": place.bytes_per_pass,
+            **{name: value for name, value in asdict(batch).items() if name != "activations"},
+            "prediction": asdict(self.prediction)
+            | {"prefill_limit": self.prediction.prefill_limit, "decode_limit": self.prediction.decode_limit},
         }
 
     def table(self) -> str:

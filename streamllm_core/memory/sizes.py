@@ -10,7 +10,7 @@ from typing import Any
 from streamllm_core.architectures import head_shape
 from streamllm_core.memory.arena import ArenaLayout
 
-LOGIT_BYTES = 128 * 10**6  # what the logits of one group of rows may take
+LOGIT_BYTES = 64 * 10**6  # what the logits of one group of rows may take
 MOST_LOGIT_ROWS = 512
 
 

@@ -47,8 +47,7 @@ def quantize_source(
     time. The result has the names of the modules, and opening it again reads neither the original weights nor
     converts anything. Raises ModelError for weights that cannot be quantized and when the disk is too small.
     """
-    if format_name not in QUANTIZERS:
-        raise ModelError(f"weights are quantized to {' or '.join(QUANTIZERS)}, not to '{format_name}'")
+    format = _quantizer(format_name)
     identity = {
         **source.fingerprint,
         "quantized": format_name,
@@ -59,7 +58,7 @@ def quantize_source(
 
     def build(folder: Path) -> None:
         _log.info("quantizing %s to %s (once)", source.name, format_name)
-        _pack(Checkpoint(source, skeleton, rounded_to), skeleton, FORMATS[format_name], device, folder)
+        _pack(Checkpoint(source, skeleton, rounded_to), skeleton, format, device, folder)
 
     stem = Path(source.name).name.removesuffix(".gguf")
     folder = build_once(f"{stem}-{format_name}-{key}", build)
@@ -67,6 +66,18 @@ def quantize_source(
         return FolderSource(folder, name=source.name, fingerprint=identity)
     except ModelError as error:
         raise ModelError(f"{error}; delete {folder}, and it will be quantized again") from error
+
+
+def planned_formats(checkpoint: Checkpoint, skeleton: Skeleton, format_name: str) -> dict[str, Format]:
+    """Which tensors ``quantize_source`` would pack, by module name, and how. Raises ModelError."""
+    planned = _planned(checkpoint, skeleton, _quantizer(format_name))
+    return {stored.name: stored.format for stored in planned if stored.format is not None}
+
+
+def _quantizer(name: str) -> Format:
+    if name not in QUANTIZERS:
+        raise ModelError(f"weights are quantized to {' or '.join(QUANTIZERS)}, not to '{name}'")
+    return FORMATS[name]
 
 
 def _pack(

@@ -14,6 +14,7 @@ from streamllm_core.weights.folder import FolderSource
 from streamllm_core.weights.gguf_blocks import open_gguf_blocks
 from streamllm_core.weights.gguf_source import open_gguf
 from streamllm_core.weights.hub import open_hub
+from streamllm_core.weights.hub_headers import open_hub_headers
 from streamllm_core.weights.reading import FileRange
 
 
@@ -99,6 +100,15 @@ def open_source(
     if isinstance(name_or_path, Path) or _looks_like_path(name):
         raise ModelError(f"{name}: no such file or folder")
     return open_hub(name, revision=revision, token=token)
+
+
+def open_headers(name_or_path: str | Path, *, revision: str | None = None, packed: bool = False) -> WeightSource:
+    """Like ``open_source`` for those who want names, types and shapes alone: of a hub model no weights are downloaded.
+    Raises ModelError."""
+    name = str(name_or_path)
+    if name == DEFAULT_MODEL or isinstance(name_or_path, Path) or Path(name).exists() or _looks_like_path(name):
+        return open_source(name_or_path, packed=packed)
+    return open_hub_headers(name, revision=revision)
 
 
 def _open_gguf(

@@ -10,10 +10,8 @@ What fits the device's second-level cache (norm and rotary of 4,096 tokens on la
 from __future__ import annotations
 
 import argparse
-import tempfile
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +19,8 @@ from torch.nn import functional
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm, apply_rotary_pos_emb
 
 from streamllm_core.bench.passes import LONG_AGO
-from streamllm_core.bench.shapes import RandomSource, Shape
-from streamllm_core.engine import EngineConfig
+from streamllm_core.bench.shapes import Shape, random_model
+from streamllm_core.engine import UNLIMITED, EngineConfig
 from streamllm_core.fusion import Kernels, kernels_for
 from streamllm_core.hardware import median_seconds
 from streamllm_core.kernels import sink_window, sink_window_torch
@@ -82,9 +80,11 @@ def pieces(kernels: Kernels, tokens: int, place: dict[str, Any]) -> dict[str, tu
 def prepared(tokens: int, place: dict[str, Any], *, fused: bool) -> tuple[StreamingModel, Any]:
     """A model of one layer, in the middle of a pass of ``tokens`` tokens of texts in chunks of about 1,024, and the
     function that runs the layer."""
-    with tempfile.TemporaryDirectory() as folder:
-        source = RandomSource(SHAPE.config(), Path(folder), place["dtype"], place["device"])
-        model = StreamingModel(source, place["device"], place["dtype"], 2**62, None, fused=fused)
+    number = str(place["dtype"]).removeprefix("torch.")
+    with random_model(
+        SHAPE, device=str(place["device"]), dtype=number, quantize=None, vram=UNLIMITED, fused=fused
+    ) as model:
+        pass
     streams = max(1, tokens // 1024)
     config = EngineConfig(WINDOW, SINKS, excursion=0, streams=streams, pass_tokens=tokens, micro_tokens=tokens)
     engine = model.engine(config)

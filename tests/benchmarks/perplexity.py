@@ -17,11 +17,8 @@ from pathlib import Path
 import torch
 from torch.nn.functional import cross_entropy
 
-from streamllm_core import Engine, EngineConfig, StreamingModel
-from streamllm_core.memory.budget import free_bytes
-from streamllm_core.skeleton import Skeleton, read_config
-from streamllm_core.weights import open_source
-from streamllm_core.weights.quantized import QUANTIZERS, quantize_source
+from streamllm_core import AutoModel, Engine, EngineConfig, StreamingModel
+from streamllm_core.weights.quantized import QUANTIZERS
 
 BOOK = Path(__file__).parents[2] / "samples" / "book.txt"
 SINKS, CHUNK, ROWS = 4, 512, 64
@@ -30,13 +27,9 @@ FORMATS = ("float32", "bfloat16", *QUANTIZERS)
 
 def load(name: str, format_name: str) -> StreamingModel:
     """The model on the CPU, whole; quantized ones compute in float32."""
-    source = open_source(name)
-    cpu = torch.device("cpu")
-    if format_name not in QUANTIZERS:
-        return StreamingModel(source, cpu, getattr(torch, format_name), free_bytes(cpu), None)
-    skeleton = Skeleton(read_config(source), torch.float32)
-    packed = quantize_source(source, skeleton, format_name, torch.float32)
-    return StreamingModel(packed, cpu, torch.float32, free_bytes(cpu), None)
+    if format_name in QUANTIZERS:
+        return AutoModel.from_pretrained(name, device="cpu", dtype="float32", quantize=format_name)
+    return AutoModel.from_pretrained(name, device="cpu", dtype=format_name)
 
 
 @torch.inference_mode()
