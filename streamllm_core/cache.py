@@ -16,6 +16,7 @@ from torch import Tensor
 
 from streamllm_core.architectures import LayerGeometry
 from streamllm_core.errors import NoFreeStream, StreamLLMError, WindowError
+from streamllm_core.history import History
 from streamllm_core.layout import MicroBatch, Run
 
 MAX_HOLES = 8
@@ -35,8 +36,9 @@ class Mark:
 class Stream:
     """One text being read: ``length`` tokens so far, the first ``sinks`` of them pinned.
 
-    ``reach``: up to which position it has ever been written. Beyond ``length`` lie forgotten excursions and passes
-    that broke off.
+    ``reach``: up to which position it has ever been written. Beyond ``length`` lie forgotten excursions, drafted tokens
+    that were not kept, and passes that broke off.
+    ``history``: the ids of its recent tokens.
     """
 
     slot: int
@@ -46,6 +48,13 @@ class Stream:
     last_hidden: Tensor | None = field(default=None, repr=False)
     marked: int | None = None
     reach: int = 0
+    history: History = field(default_factory=History, repr=False)
+
+    def keep(self, tokens: int, last_hidden: Tensor) -> None:
+        """Of what was written behind it, the next ``tokens`` belong to the stream now; ``last_hidden`` [hidden] is the
+        last one's."""
+        self.length += tokens
+        self.last_hidden = last_hidden.clone()
 
     def mark(self) -> Mark:
         """Begin an excursion; ``rewind`` ends it. Excursions do not nest."""
@@ -175,7 +184,7 @@ class RollingCache:
             raise WindowError(f"the pinned prefix has {sinks} tokens, but only {self.max_sinks} were planned for.")
         if not self._free:
             raise NoFreeStream(f"all {self.slots} stream slots are in use.")
-        stream = Stream(self._free.pop(0), sinks)
+        stream = Stream(self._free.pop(0), sinks, history=History(self.recent, self.headroom))
         for layer in self.layers:  # no leftover may reach a product with a zero weight: 0 × NaN is NaN
             layer.keys[stream.slot].zero_()
             layer.values[stream.slot].zero_()
@@ -195,6 +204,7 @@ class RollingCache:
         if not self._free:
             raise NoFreeStream(f"all {self.slots} stream slots are in use.")
         copy = Stream(self._free.pop(0), stream.sinks, stream.length, stream.holes, stream.last_hidden)
+        copy.history = stream.history.copy()
         for layer in self.layers:
             layer.keys[copy.slot].copy_(layer.keys[stream.slot])
             layer.values[copy.slot].copy_(layer.values[stream.slot])
@@ -222,6 +232,11 @@ class RollingCache:
             raise ValueError(f"more than {MAX_HOLES} evicted spans in one window")
         stream.holes = tuple(holes)
 
+    def room(self, stream: Stream) -> int:
+        """How many tokens can be appended so that they, or a pass that breaks off, can still be forgotten."""
+        begun = stream.length if stream.marked is None else stream.marked
+        return self.headroom - (stream.length - begun)
+
     def reserve(self, pieces: Sequence[tuple[Stream, Sequence[int]]]) -> None:
         """Note that these tokens are about to be appended to these streams.
 
@@ -241,14 +256,17 @@ class RollingCache:
     def snapshot(self, stream: Stream) -> dict[str, Tensor]:
         """The stream in logical order: at most S + R tokens a layer, whatever was read. Tensors are copies on the CPU.
 
-        Keys: ``state`` int64 [length, sinks, holes…], ``last_hidden`` [hidden], ``keys.i`` and ``values.i``
-        [kv_heads, tokens, head_dim] for layer i. Raises ValueError.
+        Keys: ``state`` int64 [length, sinks, holes…], ``tokens`` int32 [at most R], ``last_hidden`` [hidden],
+        ``keys.i`` and ``values.i`` [kv_heads, tokens, head_dim] for layer i. Raises ValueError.
         """
         self._check_usable(stream)
         if stream.marked is not None:
             raise ValueError("a stream on an excursion cannot be saved; rewind it first")
         flat = [edge for hole in stream.holes for edge in hole]
-        tensors = {"state": torch.tensor([stream.length, stream.sinks, *flat])}
+        tensors = {
+            "state": torch.tensor([stream.length, stream.sinks, *flat]),
+            "tokens": torch.from_numpy(stream.history.last(stream.length).copy()),
+        }
         if stream.last_hidden is not None:
             tensors["last_hidden"] = stream.last_hidden.cpu().clone()
         for index, layer in enumerate(self.layers):
@@ -265,6 +283,7 @@ class RollingCache:
         stream = self.open(sinks)
         stream.length = length
         stream.holes = tuple(zip(flat[::2], flat[1::2], strict=True))
+        stream.history.write(length - len(tensors["tokens"]), tensors["tokens"].tolist())
         if "last_hidden" in tensors:
             stream.last_hidden = tensors["last_hidden"].to(self.layers[0].keys)
         for index, (layer, held) in enumerate(zip(self.layers, rows, strict=True)):
