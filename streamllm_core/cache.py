@@ -56,6 +56,11 @@ class Stream:
         self.length += tokens
         self.last_hidden = last_hidden.clone()
 
+    def cut(self, length: int) -> None:
+        """Forget the tokens from position ``length`` on, at most as many as the headroom; others must be read next."""
+        if length < self.length:
+            self.length, self.last_hidden = length, None
+
     def mark(self) -> Mark:
         """Begin an excursion; ``rewind`` ends it. Excursions do not nest."""
         if self.marked is not None:

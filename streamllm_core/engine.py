@@ -315,6 +315,7 @@ class Engine:
             request.most_drafts = adapted(request.most_drafts, len(turn.drafts), kept, self.draft_tokens)
             self.tokens_drafted += len(turn.drafts)
             self.tokens_accepted += kept
+            self.tokens_read += kept
 
 
 @dataclass(frozen=True)
