@@ -69,7 +69,9 @@ class NgramDrafter:
 def recent_tokens(request: Request) -> NDArray[np.int32]:
     """The last token ids of a request that is decoding: its stream's, and the pending one."""
     stream = request.stream
-    return np.append(stream.history.last(stream.length), np.int32(request.pending or 0))
+    assert request.pending is not None
+    stream.history.write(stream.length, (request.pending,))  # where it is going to stand
+    return stream.history.last(stream.length + 1)
 
 
 def adapted(limit: int, drafted: int, kept: int, most: int) -> int:

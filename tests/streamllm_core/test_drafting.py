@@ -184,8 +184,8 @@ def after_rejection(
     model: StreamingModel, lengths: Sequence[int], chunk: int, *, drafted: bool, excursion: bool = False
 ) -> Tensor:
     """Logits [streams, tokens, vocabulary] of what is read, ``chunk`` tokens at a time, behind texts of these lengths,
-    with holes, and the first two tokens of an answer (nothing behind an excursion). ``drafted``: the second in a pass in
-    which all of 8 drafts were rejected."""
+    with holes, and the first two tokens of an answer (nothing behind an excursion). ``drafted``: the second in a pass
+    in which all of 8 drafts were rejected."""
     count = len(lengths)
     sizes = {"streams": count + 1, "micro_tokens": 10, "excursion": 10, "pass_tokens": 4096}
     engine = small_engine(model, draft_tokens=DRAFTS if drafted else 0, **sizes)
