@@ -100,6 +100,13 @@ def summarize(
     ] = None,
     streams: Annotated[int | None, typer.Option(min=1, help="Most documents and questions in work at once.")] = None,
     pass_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens in one pass over the weights.")] = None,
+    draft_tokens: Annotated[
+        int | None,
+        typer.Option(min=0, help="Tokens guessed ahead and confirmed in one pass. Default: 8 if layers are streamed."),
+    ] = None,
+    draft_model: Annotated[
+        str | None, typer.Option(help="Small model with the same tokenizer to guess with. Default: look in the text.")
+    ] = None,
     input_format: Annotated[
         InputFormat, typer.Option(help="How to read files whose name does not say.")
     ] = InputFormat.auto,
@@ -157,7 +164,18 @@ def summarize(
     def configure() -> "RunConfig":
         return RunConfig(
             task=TASKS["summarize"],
-            model=ModelConfig(model, revision, dtype.value, device, vram, resident_layers, streams, pass_tokens),
+            model=ModelConfig(
+                model,
+                revision,
+                dtype.value,
+                device,
+                vram,
+                resident_layers,
+                streams,
+                pass_tokens,
+                draft_tokens,
+                draft_model,
+            ),
             inputs=InputConfig(tuple(inputs), input_format.value, text_field, id_field, _names(keep), limit),
             summary=SummaryConfig(
                 style.value,

@@ -29,6 +29,8 @@ class ModelConfig:
     resident_layers: int | None = None
     streams: int | None = None
     pass_tokens: int | None = None
+    draft_tokens: int | None = None
+    draft_model: str | None = None
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.config import RunConfig
+from pipeline.config import ModelConfig, RunConfig
 from pipeline.errors import UserError
 from pipeline.prompts import Prompter
 from pipeline.records import finished_record, unread_record
@@ -14,7 +14,9 @@ from pipeline.runner import Runner
 from pipeline.taskrun import Asking, Finished
 from pipeline.tasks.summarize import SummarizeOptions, merge_instruction
 from pipeline.windows import WindowPlan, plan_window
-from streamllm_core import AutoModel, Engine, EngineConfig, StreamingModel
+from streamllm_core import AutoModel, Engine, EngineConfig, ModelDrafter, StreamingModel
+from streamllm_core.drafting import DEFAULT_DRAFTS
+from streamllm_core.memory.budget import parse_bytes
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,13 @@ def load(config: RunConfig, reporter: Reporter) -> Loaded:
     """Load the model and plan its window. Raises UserError and StreamLLMError before any work begins."""
     wanted, summary = config.model, config.summary
     try:
+        drafter = _drafter(wanted)
         model = AutoModel.from_pretrained(
             config.model_name,
             device=wanted.device,
             dtype=wanted.dtype,
             resident_layers="auto" if wanted.resident_layers is None else wanted.resident_layers,
-            vram=wanted.vram,
+            vram=_left(wanted.vram, drafter),
             revision=wanted.revision,
         )
     except ValueError as error:  # its word for a device, dtype or budget that cannot be
@@ -73,8 +76,11 @@ def load(config: RunConfig, reporter: Reporter) -> Loaded:
             excursion=plan.excursion,
             streams=streams,
             pass_tokens=wanted.pass_tokens,
+            draft_tokens=DEFAULT_DRAFTS if drafter and wanted.draft_tokens is None else wanted.draft_tokens,
         )
     )
+    if drafter is not None:
+        drafter.attach(engine)
     if asks and engine.streams < 2:
         raise UserError(
             "the memory budget holds one document only, and notes need a second stream; lower --window or raise --vram"
@@ -86,6 +92,21 @@ def load(config: RunConfig, reporter: Reporter) -> Loaded:
         return list(prompter.data(text).ids)
 
     return Loaded(model, engine, runner, options, config.resolved(model, style, plan), encode)
+
+
+def _drafter(wanted: ModelConfig) -> ModelDrafter | None:
+    """The draft model comes first: what it takes is not free for the other."""
+    if wanted.draft_model is None:
+        return None
+    if wanted.draft_tokens == 0:
+        raise UserError("--draft-model guesses tokens, and --draft-tokens 0 wants none; leave one of them out")
+    small = AutoModel.from_pretrained(wanted.draft_model, device=wanted.device, dtype=wanted.dtype, vram=wanted.vram)
+    return ModelDrafter(small, wanted.streams)
+
+
+def _left(vram: str | None, drafter: ModelDrafter | None) -> str | int | None:
+    """The budget less what the draft model takes; without a budget what is free is measured."""
+    return vram if vram is None or drafter is None else max(0, parse_bytes(vram) - drafter.nbytes)
 
 
 def _plan(config: RunConfig, model: StreamingModel, prompter: Prompter, asks: bool) -> WindowPlan:
@@ -111,6 +132,8 @@ def _note_unused(config: RunConfig, reporter: Reporter) -> None:
         "--note-prompt": summary.note_prompt is not None,
         "--max-new-tokens": summary.max_new_tokens is not None,
         "--temperature": summary.temperature != 0,
+        "--draft-tokens": config.model.draft_tokens is not None,
+        "--draft-model": config.model.draft_model is not None,
     }
     unused = [option for option, is_given in given.items() if is_given]
     if unused:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from streamllm_core.architectures import LayerGeometry
 from streamllm_core.errors import NoFreeStream, StreamLLMError, WindowError
+from streamllm_core.history import History
 from streamllm_core.kv_storage import KVDtype, load, row_bytes, store, stored_dtype
 from streamllm_core.layout import MicroBatch, Run
 
@@ -36,8 +37,9 @@ class Mark:
 class Stream:
     """One text being read: ``length`` tokens so far, the first ``sinks`` of them pinned.
 
-    ``reach``: up to which position it has ever been written. Beyond ``length`` lie forgotten excursions and passes
-    that broke off.
+    ``reach``: up to which position it has ever been written. Beyond ``length`` lie forgotten excursions, drafted tokens
+    that were not kept, and passes that broke off.
+    ``history``: the ids of its recent tokens.
     """
 
     slot: int
@@ -47,6 +49,18 @@ class Stream:
     last_hidden: Tensor | None = field(default=None, repr=False)
     marked: int | None = None
     reach: int = 0
+    history: History = field(default_factory=History, repr=False)
+
+    def keep(self, tokens: int, last_hidden: Tensor) -> None:
+        """Of what was written behind it, the next ``tokens`` belong to the stream now; ``last_hidden`` [hidden] is the
+        last one's."""
+        self.length += tokens
+        self.last_hidden = last_hidden.clone()
+
+    def cut(self, length: int) -> None:
+        """Forget the tokens from position ``length`` on, at most as many as the headroom; others must be read next."""
+        if length < self.length:
+            self.length, self.last_hidden = length, None
 
     def mark(self) -> Mark:
         """Begin an excursion; ``rewind`` ends it. Excursions do not nest."""
@@ -229,7 +243,7 @@ class RollingCache:
             raise WindowError(f"the pinned prefix has {sinks} tokens, but only {self.max_sinks} were planned for.")
         if not self._free:
             raise NoFreeStream(f"all {self.slots} stream slots are in use.")
-        stream = Stream(self._free.pop(0), sinks)
+        stream = Stream(self._free.pop(0), sinks, history=History(self.recent, self.headroom))
         for layer in self.layers:  # no leftover may reach a product with a zero weight: 0 × NaN is NaN
             for part in layer.parts.values():
                 part[stream.slot].zero_()
@@ -249,6 +263,7 @@ class RollingCache:
         if not self._free:
             raise NoFreeStream(f"all {self.slots} stream slots are in use.")
         copy = Stream(self._free.pop(0), stream.sinks, stream.length, stream.holes, stream.last_hidden)
+        copy.history = stream.history.copy()
         for layer in self.layers:
             for part in layer.parts.values():
                 part[copy.slot].copy_(part[stream.slot])
@@ -276,6 +291,11 @@ class RollingCache:
             raise ValueError(f"more than {MAX_HOLES} evicted spans in one window")
         stream.holes = tuple(holes)
 
+    def room(self, stream: Stream) -> int:
+        """How many tokens can be appended so that they, or a pass that breaks off, can still be forgotten."""
+        begun = stream.length if stream.marked is None else stream.marked
+        return self.headroom - (stream.length - begun)
+
     def reserve(self, pieces: Sequence[tuple[Stream, Sequence[int]]]) -> None:
         """Note that these tokens are about to be appended to these streams.
 
@@ -295,7 +315,8 @@ class RollingCache:
     def snapshot(self, stream: Stream) -> dict[str, Tensor]:
         """The stream in logical order: at most S + R tokens a layer, whatever was read. Tensors are copies on the CPU.
 
-        Keys: ``state`` int64 [length, sinks, holes…], ``last_hidden`` [hidden], ``keys.i`` and ``values.i``
+        Keys: ``state`` int64 [length, sinks, holes…], ``tokens`` int32 [at most R], ``last_hidden`` [hidden],
+        ``keys.i`` and ``values.i``
         [kv_heads, tokens, head_dim] for layer i as they are stored, ``key_peaks.i`` and ``value_peaks.i``
         [kv_heads, tokens] if they are int8. Raises ValueError.
         """
@@ -303,7 +324,10 @@ class RollingCache:
         if stream.marked is not None:
             raise ValueError("a stream on an excursion cannot be saved; rewind it first")
         flat = [edge for hole in stream.holes for edge in hole]
-        tensors = {"state": torch.tensor([stream.length, stream.sinks, *flat])}
+        tensors = {
+            "state": torch.tensor([stream.length, stream.sinks, *flat]),
+            "tokens": torch.from_numpy(stream.history.last(stream.length).copy()),
+        }
         if stream.last_hidden is not None:
             tensors["last_hidden"] = stream.last_hidden.cpu().clone()
         for index, layer in enumerate(self.layers):
@@ -320,6 +344,7 @@ class RollingCache:
         stream = self.open(sinks)
         stream.length = length
         stream.holes = tuple(zip(flat[::2], flat[1::2], strict=True))
+        stream.history.write(length - len(tensors["tokens"]), tensors["tokens"].tolist())
         if "last_hidden" in tensors:
             stream.last_hidden = tensors["last_hidden"].to(self.layers[0].keys.device, self.dtype)
         for index, (layer, held) in enumerate(zip(self.layers, rows, strict=True)):

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
 
+from streamllm_core.drafting import Drafter
 from streamllm_core.request import Request
 
 
 @dataclass(frozen=True)
 class Work:
-    """Tokens of one request that go through the next pass."""
+    """Tokens of one request that go through the next pass; the last ``drafts`` of them are guesses."""
 
     request: Request
     tokens: Sequence[int]
+    drafts: int = 0
 
 
 def plan_pass(requests: Sequence[Request], budget: int, chunk: int) -> list[Work]:
@@ -45,3 +48,33 @@ def _shares(wanted: list[int], room: int, chunk: int) -> list[int]:
             shares[index] += share
             room -= share
     return shares
+
+
+def add_drafts(works: Sequence[Work], most: Sequence[int], budget: int, drafter: Drafter) -> list[Work]:
+    """Let decode tokens be followed by up to ``most`` drafted ones each, where ``budget`` leaves room for them.
+
+    Reading comes first: its tokens are certain to be of use. When not all drafts fit, the longest are cut.
+    """
+    room = budget - sum(len(work.tokens) for work in works)
+    takers = [index for index, count in enumerate(most) if count > 0]
+    if room <= 0 or not takers:
+        return list(works)
+    requests, counts = [works[index].request for index in takers], [most[index] for index in takers]
+    proposals = drafter.propose(requests, counts)
+    drafts = [
+        tuple(_until_stop(request, proposal[:count]))
+        for request, proposal, count in zip(requests, proposals, counts, strict=True)
+    ]
+    level = max(map(len, drafts))
+    while sum(min(len(draft), level) for draft in drafts) > room:
+        level -= 1
+    drafted = list(works)
+    for index, draft in zip(takers, drafts, strict=True):
+        kept = draft[:level]
+        drafted[index] = replace(works[index], tokens=(*works[index].tokens, *kept), drafts=len(kept))
+    return drafted
+
+
+def _until_stop(request: Request, proposal: Sequence[int]) -> Iterator[int]:
+    """Nothing can stand behind the end of an answer."""
+    return takewhile(lambda token: token not in request.stop, proposal)

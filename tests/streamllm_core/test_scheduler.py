@@ -7,7 +7,8 @@ import random
 import pytest
 
 from streamllm_core import Request, Stream
-from streamllm_core.scheduler import Work, plan_pass
+from streamllm_core.scheduler import Work, add_drafts, plan_pass
+from tests.streamllm_core.scripted_drafters import ScriptedDrafter
 
 
 def reading(tokens: int, fed: int = 0) -> Request:
@@ -114,3 +115,60 @@ def test_rules_hold_for_random_requests_until_all_are_done(seed: int) -> None:
         passes += 1
         assert passes < 5000, "some request starves"
     assert work_left == 0
+
+
+# --- drafts ----------------------------------------------------------------------------------------------------
+
+
+def drafts_of(requests: list[Request], most: list[int], budget: int, proposals: dict[int, list[int]]) -> list[int]:
+    """How many drafted tokens each piece of work carries."""
+    drafter = ScriptedDrafter(lambda request, _: proposals.get(request.pending or 0, []))
+    works = add_drafts(plan_pass(requests, budget), most, budget, drafter)
+    for work in works:
+        if work.request.decoding:
+            assert list(work.tokens) == [work.request.pending, *proposals.get(work.tokens[0], [])[: work.drafts]]
+        else:
+            assert work.drafts == 0
+    return [work.drafts for work in works]
+
+
+def test_drafts_follow_the_pending_token_as_far_as_they_are_wanted() -> None:
+    requests = [decoding(11), decoding(12), decoding(13), reading(4)]
+    proposals = {11: [1, 2, 3, 4], 12: [5], 13: [6, 7]}
+    assert drafts_of(requests, [3, 3, 0, 0], 100, proposals) == [3, 1, 0, 0]
+
+
+def test_the_longest_drafts_are_cut_to_the_room_that_reading_leaves() -> None:
+    requests = [decoding(11), decoding(12), decoding(13), reading(10)]
+    proposals = {11: [1] * 8, 12: [2, 2], 13: [3] * 8}
+    for budget, expected in ((31, [8, 2, 8]), (21, [3, 2, 3]), (20, [2, 2, 2]), (17, [1, 1, 1]), (15, [0, 0, 0])):
+        assert drafts_of(requests, [8] * 3 + [0], budget, proposals) == [*expected, 0]
+    for budget in (1, 4, 13):
+        assert sum(drafts_of(requests, [8] * 3 + [0], budget, proposals)) == 0
+
+
+def test_nothing_is_proposed_when_there_is_no_room_or_nothing_to_draft_for() -> None:
+    drafter = ScriptedDrafter(lambda request, most: 1 // 0)
+    for requests, most, budget in (
+        ([decoding()], [3], 1),
+        ([reading(5)], [0], 50),
+        ([decoding()], [0], 50),
+        ([], [], 9),
+    ):
+        works = plan_pass(requests, budget)
+        assert add_drafts(works, most, budget, drafter) == works
+
+
+def test_drafts_end_before_a_stop_token() -> None:
+    request = decoding(11)
+    request.stop = frozenset({5})
+    assert drafts_of([request], [8], 50, {11: [1, 2, 5, 3]}) == [2]
+    assert drafts_of([request], [8], 50, {11: [5, 3]}) == [0]
+
+
+def test_no_more_is_drafted_than_the_answer_may_grow() -> None:
+    request = Request(Stream(0, 0), [1], max_new_tokens=9, most_drafts=8)
+    assert [request.acceptable for request.generated in ([1], [1] * 4, [1] * 7, [1] * 8)] == [7, 4, 1, 0]
+    request.most_drafts = 2
+    request.generated = [1]
+    assert request.acceptable == 2
