@@ -102,3 +102,19 @@ def test_equals_the_reference(case: str, monkeypatch: pytest.MonkeyPatch) -> Non
     actual = sink_window.attend(ring, batch, query[0], query[1], scoring)
     error = (actual.double() - expected).norm() / expected.norm()
     assert error < (1e-5 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_another_prompt_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from streamllm_core.kernels.sink_window_triton import attention
+
+    monkeypatch.setattr(sink_window, "choose_splits", lambda *_: 1)
+    ring = filled("auto", HALF, 64, 100, 2, 64)
+    variants = set()
+    for sinks, start in ((3, 700), (0, 5), (1, 1), (16, 4096), (17, 2**40), (64, 999)):
+        (batch,) = micro_batches([Run(0, 0, 1, start, sinks), Run(1, 0, 30, start, sinks)], 100, DEVICE)
+        query = torch.randn(4, batch.tokens, 64, device=DEVICE).to(HALF)
+        sink_window.attend(ring, batch, query, query, Scoring(0.125))
+        variants.add(sum(len(caches[0]) for caches in attention.device_caches.values()))
+    assert len(variants) == 1
