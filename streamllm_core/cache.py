@@ -85,6 +85,13 @@ def _rows(geometry: LayerGeometry, max_sinks: int, headroom: int) -> int:
     return geometry.recent + headroom + (max_sinks if geometry.pins else 0)
 
 
+def _parts(keys: Tensor, values: Tensor, key_peaks: Tensor | None, value_peaks: Tensor | None) -> dict[str, Tensor]:
+    if keys.dtype == torch.float8_e4m3fn:
+        keys, values = keys.view(torch.uint8), values.view(torch.uint8)
+    parts = {"keys": keys, "values": values, "key_peaks": key_peaks, "value_peaks": value_peaks}
+    return {name: part for name, part in parts.items() if part is not None}
+
+
 class RingLayer:
     """Keys and values of one layer, [slots, kv_heads, rows, head_dim], rows = S_max + C.
 
@@ -119,11 +126,9 @@ class RingLayer:
 
     @property
     def parts(self) -> dict[str, Tensor]:
-        """Everything that slots hold, [slots, kv_heads, rows, …] each."""
-        parts = {"keys": self.keys, "values": self.values}
-        if self.key_peaks is not None and self.value_peaks is not None:
-            parts |= {"key_peaks": self.key_peaks, "value_peaks": self.value_peaks}
-        return parts
+        """Everything that slots hold, [slots, kv_heads, rows, …] each, to be copied but not computed with: fp8 is shown
+        as uint8, because not all indexing knows it."""
+        return _parts(self.keys, self.values, self.key_peaks, self.value_peaks)
 
     def sinks(self, sinks: int) -> int:
         """How many of a stream's pinned tokens this layer pins."""
@@ -140,7 +145,9 @@ class RingLayer:
     def write(self, batch: MicroBatch, keys: Tensor, values: Tensor) -> None:
         """Store a micro-batch: keys, values [kv_heads, tokens, head_dim]."""
         rows = batch.memo(("rows", self.pins, self.capacity), lambda: self._rows(batch))
-        new = self._stored(keys, values)
+        new_keys, key_peaks = store(keys, self.keys.dtype)
+        new_values, value_peaks = store(values, self.keys.dtype)
+        new = _parts(new_keys, new_values, key_peaks, value_peaks)
         for name, part in self.parts.items():
             if isinstance(rows, slice):
                 part[batch.runs[0].slot, :, rows] = new[name]
@@ -149,16 +156,10 @@ class RingLayer:
 
     def read(self, slots: int | slice, rows: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the first ``rows`` rows of these slots in ``dtype``; no copies unless quantised."""
-        held = {name: part[slots, :, :rows] for name, part in self.parts.items()}
-        keys = load(held["keys"], held.get("key_peaks"), self.dtype)
-        return keys, load(held["values"], held.get("value_peaks"), self.dtype)
-
-    def _stored(self, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
-        """What to put into ``parts``."""
-        new_keys, key_peaks = store(keys, self.keys.dtype)
-        new_values, value_peaks = store(values, self.keys.dtype)
-        new = {"keys": new_keys, "values": new_values, "key_peaks": key_peaks, "value_peaks": value_peaks}
-        return {name: tensor for name, tensor in new.items() if tensor is not None}
+        where = (slots, slice(None), slice(rows))
+        key_peaks = None if self.key_peaks is None else self.key_peaks[where]
+        value_peaks = None if self.value_peaks is None else self.value_peaks[where]
+        return load(self.keys[where], key_peaks, self.dtype), load(self.values[where], value_peaks, self.dtype)
 
     def _rows(self, batch: MicroBatch) -> Tensor | slice:
         """The row of each token of a micro-batch; a slice when they are consecutive ones of a single slot."""

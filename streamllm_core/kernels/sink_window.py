@@ -68,7 +68,7 @@ def _launches(ring: RingLayer, batch: MicroBatch, query: Tensor) -> list[_Launch
     for runs in ([run for run in batch.runs if run.count == 1], [run for run in batch.runs if run.count > 1]):
         if runs:
             longest = max(run.count for run in runs)
-            tiles = choose_tiles(card, longest * group, query.shape[2], query.dtype, ring.keys.dtype)
+            tiles = choose_tiles(card, longest, group, query.shape[2], query.dtype, ring.keys.dtype)
             lines = [line for run in runs for line in _lines(ring, run, tiles.rows // group)]
             window = max(min(run.stop - ring.sinks(run.sinks), ring.recent + 1) for run in runs)
             splits = choose_splits(card, len(lines) * kv_heads, window, tiles)

@@ -74,8 +74,10 @@ def ours(streams: int, queries: int, sinks: int, kv_dtype: KVDtype = "auto") -> 
     geometry = LayerGeometry(True, WINDOW)
     headroom = max(queries, 64)
     ring = RingLayer(geometry, streams, sinks, headroom, KV_HEADS, HEAD_DIM, DTYPE, DEVICE, kv_dtype)
-    for part in ring.parts.values():
-        part.copy_(torch.randn(part.shape[1:], device=DEVICE).mul_(20 if part.dtype == torch.int8 else 1))
+    for part, peaks in ((ring.keys, ring.key_peaks), (ring.values, ring.value_peaks)):
+        part.copy_(torch.randn(part.shape[1:], device=DEVICE).mul_(1 if peaks is None else 30))
+        if peaks is not None:
+            peaks.fill_(4.0)
     runs = [Run(stream, stream * queries, queries, LENGTH, sinks) for stream in range(streams)]
     batch = MicroBatch(runs, 0, DEVICE)
     query = torch.randn(2, HEADS, batch.tokens, HEAD_DIM, dtype=DTYPE, device=DEVICE)
