@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.nn import functional
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm, apply_rotary_pos_emb
 
@@ -126,7 +127,7 @@ def print_kernels(layer: Callable[[], Any], device: torch.device) -> None:
         layer()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-    events = [event for event in profile.key_averages() if event.self_device_time_total > 0]
+    events = [event for event in profile.key_averages() if event.device_type == DeviceType.CUDA]
     for event in sorted(events, key=lambda event: -event.self_device_time_total)[:16]:
         print(f"    {event.self_device_time_total / 1e3:>8.3f} ms {event.count:>3} x {event.key[:90]}")
 
