@@ -1,7 +1,7 @@
 """Fused elementwise work for a transformers model: RMS norms, gated activations, rotary positions.
 
 Only leaf modules get another forward, and only where it was seen to agree with their own: each class is probed once
-with random weights and inputs, in float32 and, bit for bit, in bf16, which tells the orders of rounding apart.
+with random weights and inputs, in float32 and in bf16, which tells the orders of rounding apart.
 Whatever does not match (LayerNorm, mixtures of experts, other activations) stays as transformers runs it.
 """
 
@@ -46,11 +46,13 @@ Build = Callable[[Any, Kernels], Forward]  # the fused forward of a module; read
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels | None:
-    """The fastest kernels for a device; None where stock transformers is to run."""
+    """The kernels for a device; None where stock transformers is to run: without Triton, and in float64, which they
+    would round."""
+    if dtype == torch.float64:
+        return None
     if device.type == "cpu":
         return elementwise_torch
-    usable = dtype != torch.float64 and importlib.util.find_spec("triton") is not None
-    return elementwise if usable else None
+    return elementwise if importlib.util.find_spec("triton") is not None else None
 
 
 def fuse(base: nn.Module, kernels: Kernels) -> list[str]:
@@ -139,16 +141,16 @@ def _match(module: Any) -> Build | None:
 def _agreeing(
     module: Any, builds: list[Build], shapes: Mapping[str, tuple[int, ...]], width: int, size: float
 ) -> Build | None:
-    """The first of ``builds`` that gives what the module's own forward gives, for inputs [1, 5, width] of ``size``
+    """The first of ``builds`` that gives what the module's own forward gives, for inputs [1, 64, width] of ``size``
     (small ones show a norm's epsilon, large ones the curve of an activation)."""
     generator = torch.Generator().manual_seed(0)
     weights = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    x = size * (torch.randn(1, 5, width, generator=generator) + 0.3)
+    x = size * (torch.randn(1, 64, width, generator=generator) + 0.3)
 
     def run(dtype: torch.dtype) -> Tensor:
         return functional_call(module, {name: weight.to(dtype) for name, weight in weights.items()}, (x.to(dtype),))  # type: ignore[no-any-return]
 
-    tolerances = {torch.float32: 1e-6, torch.bfloat16: 0.0}  # relative
+    tolerances = {torch.float32: 1e-6, torch.bfloat16: 3e-4}  # another order of rounding costs 3e-3 in bf16
     with torch.inference_mode():
         expected = {dtype: run(dtype) for dtype in tolerances}
         for build in builds:
@@ -161,7 +163,7 @@ def _agreeing(
 
 
 def _distance(actual: Tensor, expected: Tensor) -> float:
-    return float((actual - expected).norm() / expected.norm())
+    return float((actual.float() - expected.float()).norm() / expected.float().norm())
 
 
 # --- rotation --------------------------------------------------------------------------------------------------

@@ -1,10 +1,11 @@
 """One layer of Qwen2.5-7B's shape, piece by piece: stock transformers beside the fused kernels, in one run.
 
-    python -m tests.benchmarks.fused_layers [--tokens 4096,16384] [--device cuda] [--dtype bfloat16]
+    python -m tests.benchmarks.fused_layers [--tokens 4096,16384] [--device cuda] [--dtype bfloat16] [--kernels]
 
 A piece's bytes are what it must read and write at least; GB/s are given beside those of a plain copy on the device.
 What fits the device's second-level cache (norm and rotary of 4,096 tokens on large cards) may beat the copy.
-"limit" is what no fusion touches: the layer's matrix products and its attention, timed apart.
+"limit" is what no fusion touches: the layer's matrix products and its attention, timed apart. ``--kernels`` lists
+where the time of the whole fused layer goes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.nn import functional
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm, apply_rotary_pos_emb
 
@@ -120,8 +122,19 @@ def limit(model: StreamingModel, tokens: int, place: dict[str, Any]) -> Callable
     return run
 
 
+def print_kernels(layer: Callable[[], Any], device: torch.device) -> None:
+    """Milliseconds of each kernel in one run of the layer, the longest first."""
+    with torch.profiler.profile() as profile:
+        layer()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    events = [event for event in profile.key_averages() if event.device_type == DeviceType.CUDA]
+    for event in sorted(events, key=lambda event: -event.self_device_time_total)[:16]:
+        print(f"    {event.self_device_time_total / 1e3:>8.3f} ms {event.count:>3} x {event.key[:90]}")
+
+
 @torch.inference_mode()
-def measure(tokens: int, place: dict[str, Any], bandwidth: float) -> None:
+def measure(tokens: int, place: dict[str, Any], bandwidth: float, *, kernels_listed: bool) -> None:
     kernels = kernels_for(place["device"], place["dtype"])
     if kernels is None:
         raise SystemExit("Triton is needed on CUDA, and a dtype of at most 32 bits")
@@ -143,6 +156,8 @@ def measure(tokens: int, place: dict[str, Any], bandwidth: float) -> None:
         f"{margin}{'whole layer':<12} {1e3 * times[0]:>9.3f} {1e3 * times[1]:>9.3f}   limit {1e3 * bound:.3f} ms, "
         f"limit/stock {bound / times[0]:.3f}, limit/fused {bound / times[1]:.3f}"
     )
+    if kernels_listed:
+        print_kernels(layer, place["device"])
 
 
 def main() -> None:
@@ -150,12 +165,13 @@ def main() -> None:
     parser.add_argument("--tokens", default="4096,16384", help="tokens that go through the layer together")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--kernels", action="store_true", help="list the kernels of the fused layer")
     options = parser.parse_args()
     place = {"device": torch.device(options.device), "dtype": getattr(torch, options.dtype)}
     bandwidth = copy_bandwidth(place["device"])
     print(f"copy: {bandwidth / 1e9:.0f} GB/s read and written; window {WINDOW}, {SINKS} sinks, {options.dtype}")
     for tokens in options.tokens.split(","):
-        measure(int(tokens), place, bandwidth)
+        measure(int(tokens), place, bandwidth, kernels_listed=options.kernels)
 
 
 if __name__ == "__main__":

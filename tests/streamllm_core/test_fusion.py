@@ -62,7 +62,7 @@ def test_what_changes_in_a_layer(name: str) -> None:
     assert ("norm" in changed) == bool(TWO_NORMS & FUSED[name])
 
 
-def test_layers_of_experts_keep_them(tmp_path: Path) -> None:
+def test_layers_of_experts_keep_them() -> None:
     changed = fuse(skeleton("qwen3_moe"), elementwise_torch)  # its first layer is dense
     assert "layers.0.mlp" in changed
     assert not any(path.startswith("layers.1.mlp") for path in changed)
@@ -139,9 +139,10 @@ def test_a_model_file_stays_as_it_is() -> None:
     assert attention.forward.__func__ is not before
 
 
-def test_float64_runs_stock_on_cuda() -> None:
+def test_float64_runs_stock() -> None:
     assert kernels_for(torch.device("cuda"), torch.float64) is None
-    assert kernels_for(torch.device("cpu"), torch.float64) is elementwise_torch
+    assert kernels_for(torch.device("cpu"), torch.float64) is None
+    assert kernels_for(torch.device("cpu"), torch.bfloat16) is elementwise_torch
 
 
 # --- the logits of every architecture ------------------------------------------------------------------------------
@@ -155,7 +156,7 @@ def test_logits_equal_those_of_stock_layers(name: str, device: str, folders: Cal
     assert not any("forward" in module.__dict__ for module in inside)
     ids = random_text(1, 56)
     fused = load(folders(name), device, resident_layers=0)
-    torch.testing.assert_close(fused.logits(ids), stock.logits(ids), atol=2e-4, rtol=0)
+    torch.testing.assert_close(fused.logits(ids), stock.logits(ids), atol=5e-4, rtol=0)
     expected = stock.logits(ids, sinks=4, window=WINDOW)
     for chunk in (1, 7, None):
         logits = fused.logits(ids, sinks=4, window=WINDOW, chunk_tokens=chunk)
@@ -183,4 +184,4 @@ def test_half_precision_moves_by_rounding_only(name: str, folders: Callable[[str
     for on in (True, False):
         model = AutoModel.from_pretrained(folders(name), device="cuda", dtype="bfloat16", fused=on)
         errors.append(float((model.logits(random_text(2, 80)) - exact).norm() / exact.norm()))
-    assert errors[0] < 1.1 * errors[1]
+    assert errors[0] < 1.3 * errors[1]

@@ -18,7 +18,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 # The interpreter works on numpy arrays, which have no bf16.
 HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
-TOLERANCES = {torch.float32: (1e-6, 1e-5), torch.float16: (1e-3, 2e-3), torch.bfloat16: (1e-3, 1e-2)}
+TOLERANCES = {torch.float32: (1e-6, 1e-5), torch.float16: (1e-3, 2e-3), torch.bfloat16: (1e-3, 2e-2)}
 NAN = float("nan")
 
 needs_triton = pytest.mark.skipif(
@@ -28,7 +28,7 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:
-    """Within one rounding step of the dtype."""
+    """Within two rounding steps of the dtype: some values are rounded twice."""
     atol, rtol = TOLERANCES[actual.dtype]
     torch.testing.assert_close(actual, expected, atol=atol, rtol=rtol)
 
