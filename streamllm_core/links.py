@@ -85,10 +85,11 @@ class _Read:
 class StagedLink:
     """Layers without an arena pass through a ring of page-locked staging buffers, filled ahead of the slots.
 
-    A reader thread reads those layers in their cyclic order, as many ahead as there are buffers, and reads into a
-    buffer again when the copy out of it is done. An issuing thread queues the copies in the order of ``start``, each
+    Reader threads read those layers in their cyclic order, as many ahead as there are buffers, and read into a buffer
+    again when the copy out of it is done; there are two, so that the disk does not idle while the last bytes of a layer
+    arrive. An issuing thread queues the copies in the order of ``start``, each
     as soon as its bytes are in RAM: so the transfer stream never holds a copy back for one that nobody needs yet.
-    Only the computing thread changes the link's state; the two threads know it by futures, which carry errors, too.
+    Only the computing thread changes the link's state; the other threads know it by futures, which carry errors, too.
 
     When a layer is wanted out of turn (a pass broke off), the ring starts anew at that layer.
     """
@@ -109,13 +110,14 @@ class StagedLink:
         self._registry = registry  # kept, or its memory would be unlocked under the threads
         self._from_disk = [layer for layer in sorted(sizes) if layer not in registry.arenas]
         self._read = read
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="layer-reader")
+        self._readers = ThreadPoolExecutor(2, thread_name_prefix="layer-reader")
         self._issuer = ThreadPoolExecutor(1, thread_name_prefix="layer-issuer")
         self._issued: list[Future[Event] | None] = [None] * SLOTS
         self._left: list[Future[Event] | None] = [None] * len(registry.staging)  # the last copy out of each buffer
+        self._stale: list[Future[None] | None] = [None] * len(registry.staging)  # the last read begun and not wanted
         self._ahead: deque[_Read] = deque()  # one for each buffer
         self._next = 0
-        weakref.finalize(self, _stop, self._reader, self._issuer)
+        weakref.finalize(self, _stop, self._readers, self._issuer)
         for buffer in range(len(registry.staging)):
             self._read_next(buffer)
 
@@ -144,23 +146,33 @@ class StagedLink:
         layer = self._from_disk[self._next]
         self._next = (self._next + 1) % len(self._from_disk)
         block = self._registry.staging[buffer][: self._sizes[layer]]
-        done = self._reader.submit(_refill, self.bus, self._left[buffer], self._read, layer, block)
+        done = self._readers.submit(
+            _refill, self.bus, self._stale[buffer], self._left[buffer], self._read, layer, block
+        )
         self._ahead.append(_Read(layer, buffer, block, done))
 
     def _restart(self, layer: int) -> None:
-        """Read from ``layer`` on. A read under way into one of the buffers is over before the next one begins."""
         self._next = self._from_disk.index(layer)
-        stale, self._ahead = self._ahead, deque()
-        for read in stale:
-            read.done.cancel()
-        for read in stale:
+        unwanted, self._ahead = self._ahead, deque()
+        for read in unwanted:
+            if not read.done.cancel():
+                self._stale[read.buffer] = read.done
+        for read in unwanted:
             self._read_next(read.buffer)
 
 
 def _refill(
-    bus: Bus, left: Future[Event] | None, read: Callable[[int, Tensor], None], layer: int, block: Tensor
+    bus: Bus,
+    stale: Future[None] | None,
+    left: Future[Event] | None,
+    read: Callable[[int, Tensor], None],
+    layer: int,
+    block: Tensor,
 ) -> None:
-    if left is not None and left.exception() is None:  # a copy that failed has left the buffer, too
+    """Read when the buffer is at rest; whether what used it before went well is no matter here."""
+    if stale is not None:
+        stale.exception()
+    if left is not None and left.exception() is None:
         bus.finish(left.result())
     read(layer, block)
 
@@ -171,11 +183,11 @@ def _issue(bus: Bus, slot: Tensor, source: Tensor, after: Event | None, read: Fu
     return bus.copy(slot, source, after)
 
 
-def _stop(reader: ThreadPoolExecutor, issuer: ThreadPoolExecutor) -> None:
+def _stop(readers: ThreadPoolExecutor, issuer: ThreadPoolExecutor) -> None:
     """Nobody waits for what is still queued, but the memory must not go before the threads have left it."""
-    reader.shutdown(wait=False, cancel_futures=True)
+    readers.shutdown(wait=False, cancel_futures=True)
     issuer.shutdown(cancel_futures=True)
-    reader.shutdown()
+    readers.shutdown()
 
 
 class ReaderLink:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
+from itertools import count
 from random import Random
 
 import pytest
@@ -16,6 +20,7 @@ from streamllm_core.errors import ModelError
 from streamllm_core.links import CudaLink, ReaderLink, StagedLink, link_from_host
 from streamllm_core.memory.pinned import PinnedHostWeightRegistry
 from streamllm_core.memory.scratchpad import GPUScratchpadPool
+from tests.conftest import ROOT, command_environment
 from tests.streamllm_core.simulated_bus import SimulatedBus, layer_bytes
 
 SIZE = 48
@@ -126,13 +131,16 @@ def test_a_thousand_random_schedules() -> None:
         machine.finish()
 
 
-def test_the_reader_runs_ahead_in_cyclic_order() -> None:
+def test_each_layer_is_read_once_a_pass_and_ahead_only_into_buffers() -> None:
     machine = Machine(layers=5, arenas=1, buffers=3)
     for _ in range(13):
         machine.step()
     machine.finish()
-    from_disk = machine.order[1:]
-    assert machine.read_layers == [from_disk[turn % 4] for turn in range(len(machine.read_layers))]
+    started = [machine.order[turn % 5] for turn in range(machine.turn + 2)]
+    wanted = Counter(layer for layer in started if layer != machine.order[0])
+    found = Counter(machine.read_layers)
+    assert not wanted - found
+    assert (found - wanted).total() <= 3  # as many as there are buffers
 
 
 def test_start_never_waits_for_the_disk() -> None:
@@ -150,13 +158,12 @@ def test_start_never_waits_for_the_disk() -> None:
 
 @pytest.mark.parametrize("number", range(8))
 def test_a_failed_read_reaches_the_computation_as_it_is_and_the_next_pass_is_whole(number: int) -> None:
-    def failing(layer: int, block: Tensor) -> None:
-        if len(machine_reads) == number:
-            machine_reads.append(layer)
-            raise ModelError("model.safetensors: cannot be read")
-        machine_reads.append(layer)
+    reads = count()
 
-    machine_reads: list[int] = []
+    def failing(layer: int, block: Tensor) -> None:
+        if next(reads) == number:
+            raise ModelError("model.safetensors: cannot be read")
+
     machine = Machine(layers=4, arenas=1, read=failing)
 
     def run() -> None:
@@ -177,12 +184,28 @@ def test_a_link_that_is_dropped_ends_its_threads_and_then_gives_its_memory_back(
     bus = machine.bus
     machine.step()
     machine.link.wait(1)
-    assert len(set(threading.enumerate()) - before) == 2
+    assert len(set(threading.enumerate()) - before) >= 2
     bus.synchronize()
     del machine
     gc.collect()
     assert set(threading.enumerate()) <= before
     assert not bus.locked
+
+
+EXIT = """
+import time, torch
+from tests.streamllm_core.test_links import Machine
+machine = Machine(layers=4, arenas=1, buffers=4, read=lambda layer, block: time.sleep(0.2))
+machine.step()
+print("leaving")
+"""
+
+
+def test_a_process_with_reads_under_way_ends() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", EXIT], cwd=ROOT, env=command_environment(), capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "leaving\n", "")
 
 
 def test_all_layers_page_locked_need_no_staging() -> None:
