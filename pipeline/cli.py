@@ -54,6 +54,17 @@ class Dtype(StrEnum):
     float16 = "float16"
 
 
+class Quantize(StrEnum):
+    int8 = "int8"
+    int4 = "int4"
+
+
+class KVDtype(StrEnum):
+    auto = "auto"
+    int8 = "int8"
+    fp8 = "fp8"
+
+
 def _show_version(wanted: bool) -> None:
     if wanted:
         print(f"streamllm-batch {version('streamllm-batch')}")
@@ -94,6 +105,15 @@ def summarize(
     dtype: Annotated[Dtype, typer.Option(help="Number type to compute in.")] = Dtype.auto,
     device: Annotated[str, typer.Option(callback=_device, help="auto, cpu, cuda or cuda:N.")] = "auto",
     vram: Annotated[str | None, typer.Option(help="Memory budget, for example 4GB. Default: what is free.")] = None,
+    ram: Annotated[
+        str | None, typer.Option(help="RAM for streamed layers, for example 16GB; the others come from disk.")
+    ] = None,
+    quantize: Annotated[
+        Quantize | None, typer.Option(help="Pack the weights, once: a half or a quarter of the bytes a pass.")
+    ] = None,
+    kv_dtype: Annotated[
+        KVDtype, typer.Option(help="How documents' keys and values are kept: as computed, or in one byte each.")
+    ] = KVDtype.auto,
     resident_layers: Annotated[
         int | None,
         typer.Option(min=0, help="Layers kept on the device; the others are streamed. Default: all that fit."),
@@ -170,6 +190,9 @@ def summarize(
                 dtype.value,
                 device,
                 vram,
+                ram,
+                None if quantize is None else quantize.value,
+                kv_dtype.value,
                 resident_layers,
                 streams,
                 pass_tokens,

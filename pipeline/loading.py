@@ -1,7 +1,7 @@
 """The model made ready for a task: window planned, engine and runner built. Imports torch and transformers."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.config import ModelConfig, RunConfig
@@ -13,10 +13,13 @@ from pipeline.rows import Row
 from pipeline.runner import Runner
 from pipeline.taskrun import Asking, Finished
 from pipeline.tasks.summarize import SummarizeOptions, merge_instruction
-from pipeline.windows import WindowPlan, plan_window
+from pipeline.windows import ANSWER_TOKENS, SEGMENT_TOKENS, WINDOW, WindowPlan, plan_window
 from streamllm_core import AutoModel, Engine, EngineConfig, ModelDrafter, StreamingModel
+from streamllm_core.counters import counters
 from streamllm_core.drafting import DEFAULT_DRAFTS
-from streamllm_core.memory.budget import parse_bytes
+from streamllm_core.memory.limits import parse_bytes
+
+PROMPT_TOKENS = 128  # what prompts are taken to need until they are measured
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,10 @@ class Loaded:
     def tokens(self) -> int:
         """Read and generated so far."""
         return self.engine.tokens_read + self.engine.tokens_generated
+
+    def counters(self) -> dict[str, Any]:
+        """What the engine has done, for the run's report."""
+        return counters(self.engine)
 
     def unread_record(self, row: Row) -> dict[str, Any]:
         return unread_record(row, self.model.name)
@@ -53,6 +60,9 @@ def load(config: RunConfig, reporter: Reporter) -> Loaded:
             dtype=wanted.dtype,
             resident_layers="auto" if wanted.resident_layers is None else wanted.resident_layers,
             vram=_left(wanted.vram, drafter),
+            ram=wanted.ram,
+            quantize=wanted.quantize,
+            expected=_expected(config),
             revision=wanted.revision,
         )
     except ValueError as error:  # its word for a device, dtype or budget that cannot be
@@ -70,13 +80,15 @@ def load(config: RunConfig, reporter: Reporter) -> Loaded:
     options = config.options(style, plan)
     streams = wanted.streams if wanted.streams is None or not asks else max(2, wanted.streams)
     engine = model.engine(
-        EngineConfig(
+        replace(
+            _expected(config),
             window=plan.window,
             sinks=plan.sinks,
             excursion=plan.excursion,
             streams=streams,
-            pass_tokens=wanted.pass_tokens,
             draft_tokens=DEFAULT_DRAFTS if drafter and wanted.draft_tokens is None else wanted.draft_tokens,
+            read_tokens=plan.segment_tokens,
+            answer_tokens=plan.answer_tokens if asks else 1,
         )
     )
     if drafter is not None:
@@ -92,6 +104,22 @@ def load(config: RunConfig, reporter: Reporter) -> Loaded:
         return list(prompter.data(text).ids)
 
     return Loaded(model, engine, runner, options, config.resolved(model, style, plan), encode)
+
+
+def _expected(config: RunConfig) -> EngineConfig:
+    """The engine as far as it is known before the model is: its tokenizer measures the prompts."""
+    wanted, summary = config.model, config.summary
+    answer = summary.max_new_tokens or ANSWER_TOKENS
+    return EngineConfig(
+        window=summary.window or WINDOW,
+        sinks=PROMPT_TOKENS,
+        excursion=PROMPT_TOKENS + answer,
+        streams=wanted.streams,
+        pass_tokens=wanted.pass_tokens,
+        kv_dtype=wanted.kv_dtype,
+        read_tokens=summary.segment_tokens or SEGMENT_TOKENS,
+        answer_tokens=answer,
+    )
 
 
 def _drafter(wanted: ModelConfig) -> ModelDrafter | None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from streamllm_core.cache import Stream
 from streamllm_core.drafting import recent_tokens
-from streamllm_core.engine import DEFAULT_STREAMS, Engine, EngineConfig
+from streamllm_core.engine import Engine, EngineConfig
 from streamllm_core.errors import ModelError
 from streamllm_core.request import Request
 
@@ -51,7 +51,7 @@ class ModelDrafter:
                 window=window,
                 sinks=SINKS,
                 excursion=0,
-                streams=streams or DEFAULT_STREAMS[model.device.type],
+                streams=streams,
                 micro_tokens=MICRO_TOKENS,
                 draft_tokens=0,
             )
@@ -61,8 +61,7 @@ class ModelDrafter:
     @property
     def nbytes(self) -> int:
         """What model and cache take on the device."""
-        plan = self._engine.model.plan
-        return plan.budget - plan.left + self._engine.streams * self._engine.stream_bytes
+        return self._engine.plan.placement.total + self._engine.plan.batching.total
 
     @property
     def passes(self) -> int:

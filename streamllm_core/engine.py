@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -68,7 +69,7 @@ class Engine:
     """Runs requests of many streams through a model in shared passes.
 
     Counters: ``passes`` over the weights, ``tokens_read`` (drafted ones only when they were kept),
-    ``tokens_generated``, ``tokens_drafted``, ``tokens_accepted`` (drafted and kept).
+    ``tokens_generated``, ``tokens_drafted``, ``tokens_accepted`` (drafted and kept), ``seconds`` in ``step``.
 
     ``drafter`` guesses tokens ahead: an NgramDrafter unless replaced.
     """
@@ -113,6 +114,7 @@ class Engine:
         )
         self.rotary = Rotary(model.rotary_module, span, [g.layer_type for g in geometries])
         self.passes = self.tokens_read = self.tokens_generated = self.tokens_drafted = self.tokens_accepted = 0
+        self.seconds = 0.0
         self._requests: list[Request] = []
         self._pins: dict[tuple[int, ...], dict[str, Tensor]] = {}
 
@@ -201,6 +203,12 @@ class Engine:
 
     def step(self) -> list[Request]:
         """Run one pass over the weights; the requests that it finished, in the order submitted."""
+        began = time.perf_counter()
+        finished = self._step()
+        self.seconds += time.perf_counter() - began
+        return finished
+
+    def _step(self) -> list[Request]:
         works = self._plan()
         drafted: dict[Request, _Turn] = {}
         if works:

@@ -100,32 +100,32 @@ class Loader:
 
     def head(self) -> Head:
         """The head, whole where it is plain and stays (or is in RAM anyway), else in tiles."""
-        skeleton, layout = self.blueprint.skeleton, self.blueprint.head
+        skeleton, layout, most_rows = self.blueprint.skeleton, self.blueprint.head, self.blueprint.sizes.logit_rows
         if self._device.type == "cpu" or (self.placement.head_stays and layout.format is None):
             shared = skeleton.embedding._parameters["weight"]
             weight = shared if skeleton.tied else self._read_head()
             assert weight is not None
             skeleton.output._parameters["weight"] = nn.Parameter(weight.to(self._device), requires_grad=False)
-            return Head(skeleton, None)
+            return Head(skeleton, None, most_rows)
         if self.placement.head_stays:
             blocks = [block.to(self._device) for block in self._stored_tiles()]
-            return Head(skeleton, ResidentTiles(layout.tiles, lambda number: self._expanded(number, blocks[number])))
-        return self._streamed_head()
+            tiles = ResidentTiles(layout.tiles, lambda number: self._expanded(number, blocks[number]))
+            return Head(skeleton, tiles, most_rows)
+        return Head(skeleton, self._streamed_tiles(), most_rows)
 
-    def _streamed_head(self) -> Head:
+    def _streamed_tiles(self) -> StreamedTiles:
         layout = self.blueprint.head
         pool = GPUScratchpadPool(self.blueprint.sizes.head_tile, self._device)
         # A stream of transfers of its own: the first layers of the next pass are under way on the other one.
         registry = PinnedHostWeightRegistry(CudaBus(self._device))
         for number, block in enumerate(self._stored_tiles()):
             registry.arenas[number] = registry.allocate(block.numel()).copy_(block)
-
         link = CudaLink(pool, registry)
 
         def ready(number: int, slot: int) -> Tensor:
             return self._expanded(number, pool.slots[slot][: registry.arenas[number].numel()])
 
-        return Head(self.blueprint.skeleton, StreamedTiles(layout.tiles, link, ready))
+        return StreamedTiles(layout.tiles, self.blueprint.sizes.head, link, ready)
 
     def _read_head(self) -> Tensor:
         """[vocabulary, hidden] in RAM, expanded, in the type that is computed in."""

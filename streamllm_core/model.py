@@ -108,8 +108,9 @@ def sizing_manager(device: torch.device, dtype: torch.dtype, vram: int | str | N
     if device.type == "cpu":
         return KVCacheSizingManager(budget, rates)
     total = torch.cuda.get_device_properties(device).total_memory
-    if vram is not None:
-        torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)
+    if vram is not None:  # what another model of this process holds already has a budget of its own
+        capped = budget + torch.cuda.memory_allocated(device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, capped / total), device)
     return KVCacheSizingManager(budget, rates, slack=allocator_slack(min(budget, total)))
 
 
@@ -231,6 +232,15 @@ class StreamingModel:
     def head(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] → float32 logits [rows, vocabulary]."""
         return self._head.logits(hidden)
+
+    def best(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] → the likeliest token of each row, int64 [rows]."""
+        return self._head.best(hidden)
+
+    @property
+    def bytes_moved(self) -> int:
+        """Weights that came over the link until now: layers, and the head where it is streamed."""
+        return self.streamer.bytes_moved + self._head.bytes_moved
 
     def engine(self, config: EngineConfig | None = None) -> Engine:
         """An engine for many texts in flight. Raises WindowError, BudgetError."""
