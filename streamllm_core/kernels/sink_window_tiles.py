@@ -58,7 +58,8 @@ def choose_tiles(card: Card, queries: int, group: int, head_dim: int, dtype: tor
     stage = 2 * keys * padded * stored.itemsize
     left = card.shared_memory - rows * padded * dtype.itemsize
     stages = 1 if plain else max(1, min(3, left // stage))
-    return Tiles(rows, keys, warps=8 if rows * padded >= (4096 if plain else 16_384) else 4, stages=stages)
+    many = rows >= 32 if plain else rows * max(padded, 128) >= 16_384
+    return Tiles(rows, keys, warps=8 if many else 4, stages=stages)
 
 
 def choose_splits(card: Card, programs: int, window: int, tiles: Tiles) -> int:
