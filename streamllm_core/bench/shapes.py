@@ -16,8 +16,8 @@ from transformers import Qwen2Config, Qwen3MoeConfig
 from streamllm_core.engine import EngineConfig
 from streamllm_core.errors import ModelError
 from streamllm_core.model import StreamingModel, resolve_device, resolve_dtype, sizing_manager
-from streamllm_core.quantization import FORMATS, Format
-from streamllm_core.quantization.formats import GroupFormat
+from streamllm_core.quantization import Format
+from streamllm_core.quantization.formats import INT4, INT8, Int4, Int8
 from streamllm_core.skeleton import Skeleton
 
 CONTEXT = 32_768
@@ -150,26 +150,29 @@ class RandomSource:
 def _packed(shapes: dict[str, tuple[int, ...]], quantize: str | None, embedding: str) -> dict[str, Format]:
     if quantize is None:
         return {}
-    own = {name: format for name, format in FORMATS.items() if isinstance(format, GroupFormat)}
+    own: dict[str, Format] = {"int8": INT8, "int4": INT4}
     if quantize not in own:
         raise ModelError(f"weights cannot be quantized to '{quantize}'; known: {', '.join(own)}")
     held = own[quantize]
     routing = "mlp.gate.weight"
     return {
-        name: FORMATS["int8"] if "layers" not in name else held
+        name: INT8 if "layers" not in name else held
         for name, shape in shapes.items()
         if held.holds(shape) and not name.startswith(embedding) and not name.endswith(routing)
     }
 
 
 def _random_packed(format: Format, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    assert isinstance(format, GroupFormat)
+    """Any quants; scales that make values of about ``SPREAD``."""
     packed = torch.randint(0, 256, (format.nbytes(shape),), dtype=torch.uint8, device=device)
-    planes = format.planes(packed, shape)
-    levels = 2**format.bits
-    planes.scales.fill_(4 * SPREAD / levels)
-    if planes.minima is not None:
-        planes.minima.fill_(-2 * SPREAD)
+    if isinstance(format, Int8):
+        format.planes(packed, shape).scales.fill_(SPREAD / 74)  # the deviation of -128 … 127
+    elif isinstance(format, Int4):
+        planes = format.planes(packed, shape)
+        planes.scales.fill_(100)
+        planes.row_scales.fill_(SPREAD / 4.6 / 100)  # the deviation of 0 … 15
+        planes.minima.fill_(-100)
+        planes.row_minima.fill_(7.5 * SPREAD / 4.6 / 100)
     return packed
 
 

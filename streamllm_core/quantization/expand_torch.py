@@ -1,6 +1,6 @@
 """Expansion in torch: the reference of the Triton kernels, and what runs on the CPU.
 
-Products of a scale with a quant are exact in float32 (at most 11 + 8 + 5 bits), so the order of the operations, and
+Products of a scale with a quant are exact in float32 (at most 24 bits), so the order of the operations, and
 whether a multiplication and an addition are fused, change nothing.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from streamllm_core.quantization.formats import Format, GroupFormat
+from streamllm_core.quantization.formats import Format, Int4, Int8
 
 PIECE = 1 << 18  # values expanded at a time: 1 MB in float32
 LOW = 15
@@ -24,29 +24,42 @@ def expand(format: Format, packed: Tensor, out: Tensor) -> None:
     if format.name in _PLAIN:
         out.view(-1).copy_(packed.view(_PLAIN[format.name]))
         return
+    if isinstance(format, Int8):
+        pieces = _int8(format, packed, out)
+    elif isinstance(format, Int4):
+        pieces = _int4(format, packed, out)
+    else:
+        pieces = _blocks(format, packed)
     values = out.view(-1)
-    for start, blocks in _grouped(format, packed, out) if isinstance(format, GroupFormat) else _blocks(format, packed):
-        piece = values[start : start + blocks.numel()]
-        piece.copy_(blocks.view(-1))
+    for start, piece in pieces:
+        values[start : start + piece.numel()].copy_(piece.view(-1))
 
 
-def _grouped(format: GroupFormat, packed: Tensor, out: Tensor) -> Iterator[tuple[int, Tensor]]:
+def _int8(format: Int8, packed: Tensor, out: Tensor) -> Iterator[tuple[int, Tensor]]:
     """(first value, float32 values [groups, group]), a piece at a time."""
-    group = format.group(out.shape)
-    quants, scales, minima = format.planes(packed, out.shape)
+    quants, scales = format.planes(packed, out.shape)
+    group = quants.shape[1]
     step = max(1, PIECE // group)
-    scratch = torch.empty(min(step, len(quants)), group, device=packed.device)
     for start in range(0, len(quants), step):
-        part = quants[start : start + step]
-        values = scratch[: len(part)]
-        if minima is None:
-            values.copy_(part.view(torch.int8))
-            values *= scales[start : start + step, None].float()
-        else:
-            _unpack_halves(part, values)
-            values *= scales[start : start + step, None].float()
-            values += minima[start : start + step, None].float()
-        yield start * group, values
+        yield start * group, quants[start : start + step].float().mul_(scales[start : start + step, None].float())
+
+
+def _int4(format: Int4, packed: Tensor, out: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """(first value, float32 values [rows, groups, 32]), a piece at a time."""
+    quants, scales, minima, row_scales, row_minima = format.planes(packed, out.shape)
+    columns = out.shape[-1]
+    lines = (len(row_scales), columns // 32)
+    quants, scales, minima = quants.view(*lines, 16), scales.view(lines), minima.view(lines)
+    step = max(1, PIECE // columns)
+    scratch = torch.empty(min(step, lines[0]), lines[1], 32, device=packed.device)
+    for start in range(0, lines[0], step):
+        rows = slice(start, start + step)
+        values = scratch[: len(quants[rows])]
+        values[..., :16].copy_(quants[rows] & LOW)
+        values[..., 16:].copy_(quants[rows] >> 4)
+        values *= (scales[rows] * row_scales[rows, None].float())[..., None]
+        values += (minima[rows] * row_minima[rows, None].float())[..., None]
+        yield start * columns, values
 
 
 def _blocks(format: Format, packed: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -56,13 +69,6 @@ def _blocks(format: Format, packed: Tensor) -> Iterator[tuple[int, Tensor]]:
     step = max(1, PIECE // format.block)
     for start in range(0, len(blocks), step):
         yield start * format.block, values_of(blocks[start : start + step])
-
-
-def _unpack_halves(quants: Tensor, values: Tensor) -> None:
-    """Quants uint8 [..., n]: low halves become the first n of values [..., 2n], high halves the rest."""
-    half = quants.shape[-1]
-    values[..., :half].copy_(quants & LOW)
-    values[..., half:].copy_(quants >> 4)
 
 
 def _halves(quants: Tensor) -> Tensor:

@@ -12,21 +12,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from streamllm_core.quantization.formats import Format, GroupFormat
+from streamllm_core.quantization.formats import Format, Int4, Int8
 
 TILE = 4096  # values a program
 
 
 def expand(format: Format, packed: Tensor, out: Tensor) -> None:
     """Same contract as ``expansion.expand``, for every format whose blocks have more than one value."""
-    if isinstance(format, GroupFormat):
-        group = format.group(out.shape)
-        quants, scales, minima = format.planes(packed, out.shape)
-        blocks, tile = len(scales), TILE // group
-        if minima is None:
-            _int8[(triton.cdiv(blocks, tile),)](quants.view(torch.int8), scales, out, blocks, BLOCKS=tile, GROUP=group)
-        else:
-            _int4[(triton.cdiv(blocks, tile),)](quants, scales, minima, out, blocks, BLOCKS=tile, GROUP=group)
+    if isinstance(format, Int8):
+        quants, scales = format.planes(packed, out.shape)
+        groups, group = quants.shape
+        tile = TILE // group
+        _int8[(triton.cdiv(groups, tile),)](quants, scales, out, groups, BLOCKS=tile, GROUP=group)
+        return
+    if isinstance(format, Int4):
+        *planes, row_scales, row_minima = format.planes(packed, out.shape)
+        groups, tile = out.numel() // 32, TILE // 32
+        rows = row_scales.view(torch.int16), row_minima.view(torch.int16)
+        _int4[(triton.cdiv(groups, tile),)](*planes, *rows, out, groups, out.shape[-1] // 32, BLOCKS=tile)
         return
     kernel, options = _KERNELS[format.name]
     blocks, tile = out.numel() // format.block, TILE // format.block
@@ -67,12 +70,20 @@ def _int8(quants, scales, out, count, BLOCKS: tl.constexpr, GROUP: tl.constexpr)
 
 
 @triton.jit
-def _int4(quants, scales, minima, out, count, BLOCKS: tl.constexpr, GROUP: tl.constexpr):
+def _from_bfloat16(bits):
+    """int16 → float32, on any card."""
+    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _int4(quants, scales, minima, row_scales, row_minima, out, count, groups_a_row, BLOCKS: tl.constexpr):
     block, live = _blocks(count, BLOCKS)
-    scale = tl.load(scales + block, mask=live, other=0.0).to(tl.float32)
-    minimum = tl.load(minima + block, mask=live, other=0.0).to(tl.float32)
-    place = block[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
-    byte = tl.load(quants + place, mask=live[:, None], other=0)
+    row = block // groups_a_row
+    scale = tl.load(scales + block, mask=live, other=0).to(tl.float32)
+    scale *= _from_bfloat16(tl.load(row_scales + row, mask=live, other=0))
+    minimum = tl.load(minima + block, mask=live, other=0).to(tl.float32)
+    minimum *= _from_bfloat16(tl.load(row_minima + row, mask=live, other=0))
+    byte = tl.load(quants + block[:, None] * 16 + tl.arange(0, 16)[None, :], mask=live[:, None], other=0)
     quant = _in_order(byte & 15, byte >> 4).to(tl.float32)
     _store(out, quant * scale[:, None] + minimum[:, None], block, live)
 

@@ -33,15 +33,16 @@ def test_int8_is_within_half_a_step(
 
 
 def test_int4_beats_rounding_between_the_extremes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With groups of its own size, and by far with groups of 64 and a float16 scale and minimum, which are as large."""
     monkeypatch.setattr(quantizer, "PIECE", 1000)
     weights = torch.randn(64, 512) * 0.02
-    groups = weights.double().view(-1, 64)
-    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-    step = (high - low) / 15
-    plain = ((groups - low) / step).round() * step + low - groups
-    error = (there_and_back("int4", weights).double() - weights.double()).view(-1, 64)
-    assert error.norm() < 0.95 * plain.norm()
-    assert (error.norm(dim=-1) <= 1.001 * plain.norm(dim=-1)).float().mean() > 0.95
+    error = relative_error("int4", weights)
+    for group, share in ((32, 0.97), (64, 0.85)):
+        groups = weights.double().view(-1, group)
+        low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+        step = (high - low) / 15
+        plain = ((groups - low) / step).round() * step + low - groups
+        assert error < share * plain.norm() / groups.norm()
 
 
 @pytest.mark.parametrize("size", [1e-5, 1.0, 1e4])
@@ -49,6 +50,18 @@ def test_weights_of_every_size(size: float) -> None:
     weights = torch.randn(32, 128).clamp(-4, 4) * size
     assert relative_error("int8", weights) < 0.01
     assert relative_error("int4", weights) < 0.1
+
+
+@pytest.mark.parametrize("size", [1e-20, 1e-8])
+def test_int4_has_no_smallest_weight(size: float) -> None:
+    assert relative_error("int4", torch.randn(32, 128) * size) < 0.1
+
+
+def test_an_outlier_costs_its_row_little() -> None:
+    weights = torch.randn(8, 1024)
+    weights[:, 5] = 60
+    error = (there_and_back("int4", weights) - weights)[:, 32:]
+    assert error.norm() < 0.2 * weights[:, 32:].norm()
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
@@ -62,7 +75,7 @@ def test_tiny_and_constant_weights_stay_finite(name: str) -> None:
 
 def test_a_shifted_group_keeps_its_resolution() -> None:
     weights = torch.randn(16, 64) * 0.01 + 5  # int4 has a minimum of its own
-    assert (there_and_back("int4", weights) - weights).abs().amax() < 0.01
+    assert (there_and_back("int4", weights) - weights).abs().amax() < 0.04  # a step of the minimum is 5 / 127
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
@@ -72,8 +85,7 @@ def test_the_rest_of_the_tensor_does_not_matter(name: str) -> None:
     whole = format.planes(quantize(format, weights), (6, 128))
     part = format.planes(quantize(format, weights[2:4].T.contiguous().T), (2, 128))
     for all_of_it, some in zip(whole, part, strict=True):
-        if some is not None:
-            assert torch.equal(all_of_it[4:8], some)
+        assert torch.equal(all_of_it.view(6, -1)[2:4], some.view(2, -1))
 
 
 def test_refusals() -> None:
