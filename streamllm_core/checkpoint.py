@@ -76,18 +76,18 @@ class Checkpoint:
         for name, tensor in self.tensors(prefix, besides=stored):
             views[name.removeprefix(prefix)].data.copy_(tensor)
 
-    def file_range(self, name: str) -> FileRange | None:
+    def range(self, name: str) -> FileRange | None:
         """Where the stored bytes of a module's tensor lie; None when it is made of several, or of none on disk."""
         recipe = self._recipes[name]
         if recipe.converter is not None or not isinstance(self.source, FileSource):
             return None
-        return self.source.file_range(recipe.parts[0][0])
+        return self.source.range(recipe.parts[0][0])
 
     def _read_as_stored(self, prefix: str, views: dict[str, Tensor]) -> set[str]:
         """Read from disk, past the mapping, the tensors that need no conversion; their names."""
         wanted: dict[str, tuple[FileRange, Tensor]] = {}
         for name in self._recipes:
-            span = self.file_range(name) if name.startswith(prefix) else None
+            span = self.range(name) if name.startswith(prefix) else None
             if span is not None and self._is_stored_as(name, span, view := views[name.removeprefix(prefix)].data):
                 wanted[name] = span, view if view.device.type == "cpu" else torch.empty_like(view, device="cpu")
         self.reader.read(wanted.values())
@@ -164,4 +164,4 @@ def parameter_count(source: WeightSource) -> int:
 
 def _stored_bytes(source: WeightSource) -> int:
     """Size on disk; 0 when the source is not on disk."""
-    return sum(source.file_range(name).nbytes for name in source.names()) if isinstance(source, FileSource) else 0
+    return sum(source.range(name).nbytes for name in source.names()) if isinstance(source, FileSource) else 0

@@ -47,9 +47,9 @@ class FolderSource:
         """The tensor as a view of the mapped file, to be treated as read-only; may be called from any thread."""
         return self._file(name).tensor(name)
 
-    def file_range(self, name: str) -> FileRange:
+    def range(self, name: str) -> FileRange:
         """Where the tensor's stored bytes lie on disk."""
-        return self._file(name).file_range(name)
+        return self._file(name).range(name)
 
     def release(self, name: str) -> None:
         """Give back the memory pages of a tensor that has been copied elsewhere; it stays readable."""

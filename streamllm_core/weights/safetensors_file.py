@@ -108,7 +108,7 @@ class SafetensorsFile:
             raw = raw.clone()
         return raw.view(dtype).view(shape)
 
-    def file_range(self, name: str) -> FileRange:
+    def range(self, name: str) -> FileRange:
         """Where the tensor's bytes lie."""
         entry = self.entries[name]
         return FileRange(self.path, entry.offset, entry.nbytes, self.mtime_ns)

@@ -46,7 +46,7 @@ class WeightSource(Protocol):
 class FileSource(Protocol):
     """A weight source may also tell where bytes lie, so that a layer can be read from disk without a mapping."""
 
-    def file_range(self, name: str) -> FileRange:
+    def range(self, name: str) -> FileRange:
         """The stored bytes of a tensor, packed or not."""
         ...
 

@@ -90,7 +90,7 @@ def test_ranges_of_a_folder_are_its_tensors(reader: RangeReader, tmp_path: Path)
     source = FolderSource(write_llama(tmp_path), name="tiny")
     for name, value in load_file(tmp_path / "model.safetensors").items():
         target = torch.full_like(value, float("nan"))
-        reader.read([(source.file_range(name), target)])
+        reader.read([(source.range(name), target)])
         assert torch.equal(target, value)
 
 
