@@ -138,7 +138,8 @@ class _Attempt:
             return self._finalize() if complete else self._stopped()
         finally:
             self._reporter.close()
-            self._job.write_report({**self._measured(), "ended": ended, **asdict(self._job.progress)})
+            report = {**self._measured(), "ended": ended, **asdict(self._job.progress)}
+            self._job.write_report({**report, "engine": self._loaded.counters()})
 
     def _work(self) -> bool:
         """Whether all rows are finished; False when a signal came first."""

@@ -54,6 +54,17 @@ class Dtype(StrEnum):
     float16 = "float16"
 
 
+class Quantize(StrEnum):
+    int8 = "int8"
+    int4 = "int4"
+
+
+class KVDtype(StrEnum):
+    auto = "auto"
+    int8 = "int8"
+    fp8 = "fp8"
+
+
 def _show_version(wanted: bool) -> None:
     if wanted:
         print(f"streamllm-batch {version('streamllm-batch')}")
@@ -94,12 +105,28 @@ def summarize(
     dtype: Annotated[Dtype, typer.Option(help="Number type to compute in.")] = Dtype.auto,
     device: Annotated[str, typer.Option(callback=_device, help="auto, cpu, cuda or cuda:N.")] = "auto",
     vram: Annotated[str | None, typer.Option(help="Memory budget, for example 4GB. Default: what is free.")] = None,
+    ram: Annotated[
+        str | None, typer.Option(help="RAM for streamed layers, for example 16GB; the others come from disk.")
+    ] = None,
+    quantize: Annotated[
+        Quantize | None, typer.Option(help="Pack the weights, once: a half or a quarter of the bytes a pass.")
+    ] = None,
+    kv_dtype: Annotated[
+        KVDtype, typer.Option(help="How documents' keys and values are kept: as computed, or in one byte each.")
+    ] = KVDtype.auto,
     resident_layers: Annotated[
         int | None,
         typer.Option(min=0, help="Layers kept on the device; the others are streamed. Default: all that fit."),
     ] = None,
     streams: Annotated[int | None, typer.Option(min=1, help="Most documents and questions in work at once.")] = None,
     pass_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens in one pass over the weights.")] = None,
+    draft_tokens: Annotated[
+        int | None,
+        typer.Option(min=0, help="Tokens guessed ahead and confirmed in one pass. Default: 8 if layers are streamed."),
+    ] = None,
+    draft_model: Annotated[
+        str | None, typer.Option(help="Small model with the same tokenizer to guess with. Default: look in the text.")
+    ] = None,
     input_format: Annotated[
         InputFormat, typer.Option(help="How to read files whose name does not say.")
     ] = InputFormat.auto,
@@ -157,7 +184,21 @@ def summarize(
     def configure() -> "RunConfig":
         return RunConfig(
             task=TASKS["summarize"],
-            model=ModelConfig(model, revision, dtype.value, device, vram, resident_layers, streams, pass_tokens),
+            model=ModelConfig(
+                model,
+                revision,
+                dtype.value,
+                device,
+                vram,
+                ram,
+                None if quantize is None else quantize.value,
+                kv_dtype.value,
+                resident_layers,
+                streams,
+                pass_tokens,
+                draft_tokens,
+                draft_model,
+            ),
             inputs=InputConfig(tuple(inputs), input_format.value, text_field, id_field, _names(keep), limit),
             summary=SummaryConfig(
                 style.value,

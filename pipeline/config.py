@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from pipeline.errors import UserError
 from pipeline.inputs import InputFile, Inputs
@@ -26,9 +26,14 @@ class ModelConfig:
     dtype: str = "auto"
     device: str = "auto"
     vram: str | None = None
+    ram: str | None = None
+    quantize: str | None = None
+    kv_dtype: Literal["auto", "int8", "fp8"] = "auto"
     resident_layers: int | None = None
     streams: int | None = None
     pass_tokens: int | None = None
+    draft_tokens: int | None = None
+    draft_model: str | None = None
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,13 @@ class RunConfig:
             "task": {"name": self.task.name, "version": self.task.version},
             "schema_version": SCHEMA_VERSION,
             "journal_format": JOURNAL_FORMAT,
-            "model": {"name": self.model_name, "revision": self.model.revision, "dtype": self.model.dtype},
+            "model": {
+                "name": self.model_name,
+                "revision": self.model.revision,
+                "dtype": self.model.dtype,
+                "quantize": self.model.quantize,
+                "kv_dtype": self.model.kv_dtype,
+            },
             "fields": {
                 "text": wanted.text_field,
                 "id": wanted.id_field,

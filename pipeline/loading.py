@@ -1,10 +1,10 @@
 """The model made ready for a task: window planned, engine and runner built. Imports torch and transformers."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline.config import RunConfig
+from pipeline.config import ModelConfig, RunConfig
 from pipeline.errors import UserError
 from pipeline.prompts import Prompter
 from pipeline.records import finished_record, unread_record
@@ -13,8 +13,13 @@ from pipeline.rows import Row
 from pipeline.runner import Runner
 from pipeline.taskrun import Asking, Finished
 from pipeline.tasks.summarize import SummarizeOptions, merge_instruction
-from pipeline.windows import WindowPlan, plan_window
-from streamllm_core import AutoModel, Engine, EngineConfig, StreamingModel
+from pipeline.windows import ANSWER_TOKENS, SEGMENT_TOKENS, WINDOW, WindowPlan, plan_window
+from streamllm_core import AutoModel, Engine, EngineConfig, ModelDrafter, StreamingModel
+from streamllm_core.counters import counters
+from streamllm_core.drafting import DEFAULT_DRAFTS
+from streamllm_core.memory.limits import parse_bytes
+
+PROMPT_TOKENS = 128  # what prompts are taken to need until they are measured
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,10 @@ class Loaded:
         """Read and generated so far."""
         return self.engine.tokens_read + self.engine.tokens_generated
 
+    def counters(self) -> dict[str, Any]:
+        """What the engine has done, for the run's report."""
+        return counters(self.engine)
+
     def unread_record(self, row: Row) -> dict[str, Any]:
         return unread_record(row, self.model.name)
 
@@ -44,12 +53,16 @@ def load(config: RunConfig, reporter: Reporter) -> Loaded:
     """Load the model and plan its window. Raises UserError and StreamLLMError before any work begins."""
     wanted, summary = config.model, config.summary
     try:
+        drafter = _drafter(wanted)
         model = AutoModel.from_pretrained(
             config.model_name,
             device=wanted.device,
             dtype=wanted.dtype,
             resident_layers="auto" if wanted.resident_layers is None else wanted.resident_layers,
-            vram=wanted.vram,
+            vram=_left(wanted.vram, drafter),
+            ram=wanted.ram,
+            quantize=wanted.quantize,
+            expected=_expected(config),
             revision=wanted.revision,
         )
     except ValueError as error:  # its word for a device, dtype or budget that cannot be
@@ -67,14 +80,19 @@ def load(config: RunConfig, reporter: Reporter) -> Loaded:
     options = config.options(style, plan)
     streams = wanted.streams if wanted.streams is None or not asks else max(2, wanted.streams)
     engine = model.engine(
-        EngineConfig(
+        replace(
+            _expected(config),
             window=plan.window,
             sinks=plan.sinks,
             excursion=plan.excursion,
             streams=streams,
-            pass_tokens=wanted.pass_tokens,
+            draft_tokens=DEFAULT_DRAFTS if drafter and wanted.draft_tokens is None else wanted.draft_tokens,
+            read_tokens=plan.segment_tokens,
+            answer_tokens=plan.answer_tokens if asks else 1,
         )
     )
+    if drafter is not None:
+        drafter.attach(engine)
     if asks and engine.streams < 2:
         raise UserError(
             "the memory budget holds one document only, and notes need a second stream; lower --window or raise --vram"
@@ -86,6 +104,37 @@ def load(config: RunConfig, reporter: Reporter) -> Loaded:
         return list(prompter.data(text).ids)
 
     return Loaded(model, engine, runner, options, config.resolved(model, style, plan), encode)
+
+
+def _expected(config: RunConfig) -> EngineConfig:
+    """The engine as far as it is known before the model is: its tokenizer measures the prompts."""
+    wanted, summary = config.model, config.summary
+    answer = summary.max_new_tokens or ANSWER_TOKENS
+    return EngineConfig(
+        window=summary.window or WINDOW,
+        sinks=PROMPT_TOKENS,
+        excursion=PROMPT_TOKENS + answer,
+        streams=wanted.streams,
+        pass_tokens=wanted.pass_tokens,
+        kv_dtype=wanted.kv_dtype,
+        read_tokens=summary.segment_tokens or SEGMENT_TOKENS,
+        answer_tokens=answer,
+    )
+
+
+def _drafter(wanted: ModelConfig) -> ModelDrafter | None:
+    """The draft model comes first: what it takes is not free for the other."""
+    if wanted.draft_model is None:
+        return None
+    if wanted.draft_tokens == 0:
+        raise UserError("--draft-model guesses tokens, and --draft-tokens 0 wants none; leave one of them out")
+    small = AutoModel.from_pretrained(wanted.draft_model, device=wanted.device, dtype=wanted.dtype, vram=wanted.vram)
+    return ModelDrafter(small, wanted.streams)
+
+
+def _left(vram: str | None, drafter: ModelDrafter | None) -> str | int | None:
+    """The budget less what the draft model takes; without a budget what is free is measured."""
+    return vram if vram is None or drafter is None else max(0, parse_bytes(vram) - drafter.nbytes)
 
 
 def _plan(config: RunConfig, model: StreamingModel, prompter: Prompter, asks: bool) -> WindowPlan:
@@ -111,6 +160,8 @@ def _note_unused(config: RunConfig, reporter: Reporter) -> None:
         "--note-prompt": summary.note_prompt is not None,
         "--max-new-tokens": summary.max_new_tokens is not None,
         "--temperature": summary.temperature != 0,
+        "--draft-tokens": config.model.draft_tokens is not None,
+        "--draft-model": config.model.draft_model is not None,
     }
     unused = [option for option, is_given in given.items() if is_given]
     if unused:

@@ -5,6 +5,8 @@ cache with attention sinks), many texts in a pass. Knows no documents, records o
 """
 
 from streamllm_core.cache import Stream
+from streamllm_core.draft_model import ModelDrafter
+from streamllm_core.drafting import Drafter, NgramDrafter
 from streamllm_core.engine import Engine, EngineConfig
 from streamllm_core.errors import BudgetError, ModelError, NoFreeStream, StreamLLMError, WindowError
 from streamllm_core.model import AutoModel, StreamingModel
@@ -14,9 +16,12 @@ from streamllm_core.sampling import Sampling
 __all__ = [
     "AutoModel",
     "BudgetError",
+    "Drafter",
     "Engine",
     "EngineConfig",
+    "ModelDrafter",
     "ModelError",
+    "NgramDrafter",
     "NoFreeStream",
     "Request",
     "Sampling",

@@ -18,6 +18,7 @@ from transformers import AttentionInterface
 
 from streamllm_core.cache import RollingCache
 from streamllm_core.kernels import sink_window, sink_window_torch
+from streamllm_core.kernels.scoring import Scoring
 from streamllm_core.layout import MicroBatch
 from streamllm_core.rotary import Rotary
 
@@ -64,14 +65,13 @@ def rolling_attention(
     state: PassState = module.rolling
     assert state.cache is not None and state.rotary is not None and state.batch is not None
     batch, ring = state.batch, state.cache.layers[module.layer_idx]
-    window_query, key = state.rotary.rotate(module, batch, query, key)
+    evicting = batch.memo(("evicting", ring.pins, ring.recent), lambda: any(ring.evicts(run) for run in batch.runs))
+    recent = ring.recent if evicting else None
+    window_query, sink_query, key = state.rotary.rotate(module, batch, query, key, recent)
     ring.write(batch, key[0], value[0])
-    sink_query = window_query
-    if batch.memo(("evicting", ring.pins, ring.recent), lambda: any(ring.evicts(run) for run in batch.runs)):
-        sink_query, _ = state.rotary.rotate(module, batch, query, key[:, :0], recent=ring.recent)
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    scoring = Scoring(scaling if scaling is not None else query.shape[-1] ** -0.5, softcap, s_aux)
     kernel = sink_window if sink_window.available(query.device) else sink_window_torch
-    attended = kernel.attend(ring, batch, window_query[0], sink_query[0], scale, softcap, s_aux)
+    attended = kernel.attend(ring, batch, window_query[0], sink_query[0], scoring)
     return attended[None], None
 
 

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from streamllm_core.architectures import LayerGeometry
 from streamllm_core.errors import NoFreeStream, StreamLLMError, WindowError
+from streamllm_core.history import History
+from streamllm_core.kv_storage import KVDtype, load, row_bytes, store, stored_dtype
 from streamllm_core.layout import MicroBatch, Run
 
 MAX_HOLES = 8
@@ -35,8 +37,9 @@ class Mark:
 class Stream:
     """One text being read: ``length`` tokens so far, the first ``sinks`` of them pinned.
 
-    ``reach``: up to which position it has ever been written. Beyond ``length`` lie forgotten excursions and passes
-    that broke off.
+    ``reach``: up to which position it has ever been written. Beyond ``length`` lie forgotten excursions, drafted tokens
+    that were not kept, and passes that broke off.
+    ``history``: the ids of its recent tokens.
     """
 
     slot: int
@@ -46,6 +49,18 @@ class Stream:
     last_hidden: Tensor | None = field(default=None, repr=False)
     marked: int | None = None
     reach: int = 0
+    history: History = field(default_factory=History, repr=False)
+
+    def keep(self, tokens: int, last_hidden: Tensor) -> None:
+        """Of what was written behind it, the next ``tokens`` belong to the stream now; ``last_hidden`` [hidden] is the
+        last one's."""
+        self.length += tokens
+        self.last_hidden = last_hidden.clone()
+
+    def cut(self, length: int) -> None:
+        """Forget the tokens from position ``length`` on, at most as many as the headroom; others must be read next."""
+        if length < self.length:
+            self.length, self.last_hidden = length, None
 
     def mark(self) -> Mark:
         """Begin an excursion; ``rewind`` ends it. Excursions do not nest."""
@@ -65,8 +80,24 @@ class Stream:
         self.marked = None
 
 
+def _rows(geometry: LayerGeometry, max_sinks: int, headroom: int) -> int:
+    """Rows of one slot in a layer: S_max + R + H, or R + H where nothing is pinned."""
+    return geometry.recent + headroom + (max_sinks if geometry.pins else 0)
+
+
+def _parts(keys: Tensor, values: Tensor, key_peaks: Tensor | None, value_peaks: Tensor | None) -> dict[str, Tensor]:
+    if keys.dtype == torch.float8_e4m3fn:
+        keys, values = keys.view(torch.uint8), values.view(torch.uint8)
+    parts = {"keys": keys, "values": values, "key_peaks": key_peaks, "value_peaks": value_peaks}
+    return {name: part for name, part in parts.items() if part is not None}
+
+
 class RingLayer:
-    """Keys and values of one layer, [slots, kv_heads, rows, head_dim], rows = S_max + C."""
+    """Keys and values of one layer, [slots, kv_heads, rows, head_dim], rows = S_max + C.
+
+    ``dtype`` is what they are computed with, ``kv_dtype`` how they lie here; ``key_peaks`` and ``value_peaks``
+    [slots, kv_heads, rows] belong to int8 ones. Raises ValueError where ``kv_dtype`` is impossible.
+    """
 
     def __init__(
         self,
@@ -78,13 +109,26 @@ class RingLayer:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        kv_dtype: KVDtype = "auto",
     ) -> None:
+        self.dtype = dtype
         self.pins = geometry.pins
         self.recent = geometry.recent
         self.capacity = geometry.recent + headroom
-        rows = self.capacity + (max_sinks if geometry.pins else 0)
-        self.keys = torch.zeros(slots, kv_heads, rows, head_dim, dtype=dtype, device=device)
+        rows = _rows(geometry, max_sinks, headroom)
+        stored = stored_dtype(kv_dtype, dtype, device)
+        self.keys = torch.zeros(slots, kv_heads, rows, head_dim, dtype=stored, device=device)
         self.values = torch.zeros_like(self.keys)
+        self.key_peaks = self.value_peaks = None
+        if stored == torch.int8:
+            self.key_peaks = torch.zeros(slots, kv_heads, rows, device=device)
+            self.value_peaks = torch.zeros_like(self.key_peaks)
+
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        """Everything that slots hold, [slots, kv_heads, rows, …] each, to be copied but not computed with: fp8 is shown
+        as uint8, because not all indexing knows it."""
+        return _parts(self.keys, self.values, self.key_peaks, self.value_peaks)
 
     def sinks(self, sinks: int) -> int:
         """How many of a stream's pinned tokens this layer pins."""
@@ -101,12 +145,21 @@ class RingLayer:
     def write(self, batch: MicroBatch, keys: Tensor, values: Tensor) -> None:
         """Store a micro-batch: keys, values [kv_heads, tokens, head_dim]."""
         rows = batch.memo(("rows", self.pins, self.capacity), lambda: self._rows(batch))
-        if isinstance(rows, slice):
-            self.keys[batch.runs[0].slot, :, rows] = keys
-            self.values[batch.runs[0].slot, :, rows] = values
-        else:
-            self.keys[batch.slots, :, rows] = keys.transpose(0, 1)
-            self.values[batch.slots, :, rows] = values.transpose(0, 1)
+        new_keys, key_peaks = store(keys, self.keys.dtype)
+        new_values, value_peaks = store(values, self.keys.dtype)
+        new = _parts(new_keys, new_values, key_peaks, value_peaks)
+        for name, part in self.parts.items():
+            if isinstance(rows, slice):
+                part[batch.runs[0].slot, :, rows] = new[name]
+            else:
+                part[batch.slots, :, rows] = new[name].transpose(0, 1)
+
+    def read(self, slots: int | slice, rows: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the first ``rows`` rows of these slots in ``dtype``; no copies unless quantised."""
+        where = (slots, slice(None), slice(rows))
+        key_peaks = None if self.key_peaks is None else self.key_peaks[where]
+        value_peaks = None if self.value_peaks is None else self.value_peaks[where]
+        return load(self.keys[where], key_peaks, self.dtype), load(self.values[where], value_peaks, self.dtype)
 
     def _rows(self, batch: MicroBatch) -> Tensor | slice:
         """The row of each token of a micro-batch; a slice when they are consecutive ones of a single slot."""
@@ -140,7 +193,7 @@ class RingLayer:
 class RollingCache:
     """The rings of all layers for a fixed number of stream slots.
 
-    Memory is constant: slots × Σ over layers of 2 × kv_heads × rows × head_dim × itemsize bytes.
+    Memory is constant: slots × ``stream_bytes``.
     """
 
     def __init__(
@@ -154,16 +207,32 @@ class RollingCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        kv_dtype: KVDtype = "auto",
     ) -> None:
+        self.dtype = dtype
         self.max_sinks = max_sinks
         self.headroom = headroom
         self.slots = slots
         self.layers = [
-            RingLayer(geometry, slots, max_sinks, headroom, kv_heads, head_dim, dtype, device)
+            RingLayer(geometry, slots, max_sinks, headroom, kv_heads, head_dim, dtype, device, kv_dtype)
             for geometry in geometries
         ]
         self.recent = max(layer.recent for layer in self.layers)
         self._free = list(range(slots))
+
+    @staticmethod
+    def stream_bytes(
+        geometries: Sequence[LayerGeometry],
+        max_sinks: int,
+        headroom: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        kv_dtype: KVDtype = "auto",
+    ) -> int:
+        """What one slot takes: Σ over layers of 2 × kv_heads × rows × bytes of a row."""
+        rows = sum(_rows(geometry, max_sinks, headroom) for geometry in geometries)
+        return 2 * rows * kv_heads * row_bytes(kv_dtype, head_dim, dtype)
 
     @property
     def free_slots(self) -> int:
@@ -175,10 +244,10 @@ class RollingCache:
             raise WindowError(f"the pinned prefix has {sinks} tokens, but only {self.max_sinks} were planned for.")
         if not self._free:
             raise NoFreeStream(f"all {self.slots} stream slots are in use.")
-        stream = Stream(self._free.pop(0), sinks)
+        stream = Stream(self._free.pop(0), sinks, history=History(self.recent, self.headroom))
         for layer in self.layers:  # no leftover may reach a product with a zero weight: 0 × NaN is NaN
-            layer.keys[stream.slot].zero_()
-            layer.values[stream.slot].zero_()
+            for part in layer.parts.values():
+                part[stream.slot].zero_()
         return stream
 
     def close(self, stream: Stream) -> None:
@@ -195,9 +264,10 @@ class RollingCache:
         if not self._free:
             raise NoFreeStream(f"all {self.slots} stream slots are in use.")
         copy = Stream(self._free.pop(0), stream.sinks, stream.length, stream.holes, stream.last_hidden)
+        copy.history = stream.history.copy()
         for layer in self.layers:
-            layer.keys[copy.slot].copy_(layer.keys[stream.slot])
-            layer.values[copy.slot].copy_(layer.values[stream.slot])
+            for part in layer.parts.values():
+                part[copy.slot].copy_(part[stream.slot])
         return copy
 
     def evict(self, stream: Stream, start: int, stop: int) -> None:
@@ -222,6 +292,11 @@ class RollingCache:
             raise ValueError(f"more than {MAX_HOLES} evicted spans in one window")
         stream.holes = tuple(holes)
 
+    def room(self, stream: Stream) -> int:
+        """How many tokens can be appended so that they, or a pass that breaks off, can still be forgotten."""
+        begun = stream.length if stream.marked is None else stream.marked
+        return self.headroom - (stream.length - begun)
+
     def reserve(self, pieces: Sequence[tuple[Stream, Sequence[int]]]) -> None:
         """Note that these tokens are about to be appended to these streams.
 
@@ -241,20 +316,25 @@ class RollingCache:
     def snapshot(self, stream: Stream) -> dict[str, Tensor]:
         """The stream in logical order: at most S + R tokens a layer, whatever was read. Tensors are copies on the CPU.
 
-        Keys: ``state`` int64 [length, sinks, holes…], ``last_hidden`` [hidden], ``keys.i`` and ``values.i``
-        [kv_heads, tokens, head_dim] for layer i. Raises ValueError.
+        Keys: ``state`` int64 [length, sinks, holes…], ``tokens`` int32 [at most R], ``last_hidden`` [hidden],
+        ``keys.i`` and ``values.i``
+        [kv_heads, tokens, head_dim] for layer i as they are stored, ``key_peaks.i`` and ``value_peaks.i``
+        [kv_heads, tokens] if they are int8. Raises ValueError.
         """
         self._check_usable(stream)
         if stream.marked is not None:
             raise ValueError("a stream on an excursion cannot be saved; rewind it first")
         flat = [edge for hole in stream.holes for edge in hole]
-        tensors = {"state": torch.tensor([stream.length, stream.sinks, *flat])}
+        tensors = {
+            "state": torch.tensor([stream.length, stream.sinks, *flat]),
+            "tokens": torch.from_numpy(stream.history.last(stream.length).copy()),
+        }
         if stream.last_hidden is not None:
             tensors["last_hidden"] = stream.last_hidden.cpu().clone()
         for index, layer in enumerate(self.layers):
             rows = layer.logical_rows(stream.sinks, stream.length).to(layer.keys.device)
-            tensors[f"keys.{index}"] = layer.keys[stream.slot].index_select(1, rows).cpu()
-            tensors[f"values.{index}"] = layer.values[stream.slot].index_select(1, rows).cpu()
+            for name, part in layer.parts.items():
+                tensors[f"{name}.{index}"] = part[stream.slot].index_select(1, rows).cpu()
         return tensors
 
     def restore(self, tensors: dict[str, Tensor]) -> Stream:
@@ -265,21 +345,22 @@ class RollingCache:
         stream = self.open(sinks)
         stream.length = length
         stream.holes = tuple(zip(flat[::2], flat[1::2], strict=True))
+        stream.history.write(length - len(tensors["tokens"]), tensors["tokens"].tolist())
         if "last_hidden" in tensors:
-            stream.last_hidden = tensors["last_hidden"].to(self.layers[0].keys)
+            stream.last_hidden = tensors["last_hidden"].to(self.layers[0].keys.device, self.dtype)
         for index, (layer, held) in enumerate(zip(self.layers, rows, strict=True)):
             held = held.to(layer.keys.device)
-            layer.keys[stream.slot][:, held] = tensors[f"keys.{index}"].to(layer.keys.device)
-            layer.values[stream.slot][:, held] = tensors[f"values.{index}"].to(layer.values.device)
+            for name, part in layer.parts.items():
+                part[stream.slot][:, held] = tensors[f"{name}.{index}"].to(part.device)
         return stream
 
     def _check_layers(self, tensors: dict[str, Tensor], tokens: list[int]) -> None:
         """Raise ValueError unless a snapshot has these layers, with so many tokens each, and their dtype."""
         saved = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items() if "." in name}
         expected = {
-            f"{kind}.{index}": ((layer.keys.shape[1], count, layer.keys.shape[3]), layer.keys.dtype)
+            f"{name}.{index}": ((part.shape[1], count, *part.shape[3:]), part.dtype)
             for index, (layer, count) in enumerate(zip(self.layers, tokens, strict=True))
-            for kind in ("keys", "values")
+            for name, part in layer.parts.items()
         }
         if saved != expected:
             raise ValueError("this snapshot was taken with another window, model or dtype")

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from streamllm_core.architectures import head_shape, layer_geometries
 from streamllm_core.cache import RollingCache, Stream
+from streamllm_core.drafting import DEFAULT_DRAFTS, Drafter, NgramDrafter, adapted
 from streamllm_core.errors import WindowError
+from streamllm_core.kv_storage import KVDtype
 from streamllm_core.layout import Run, micro_batches
-from streamllm_core.memory.budget import fit_streams
+from streamllm_core.memory.budget import Demand, KVCacheSizingManager
 from streamllm_core.request import Request
 from streamllm_core.rotary import Rotary
 from streamllm_core.sampling import choose
-from streamllm_core.scheduler import Work, plan_pass
+from streamllm_core.scheduler import Work, add_drafts, plan_pass
 
 if TYPE_CHECKING:
     from streamllm_core.model import StreamingModel
-
-DEFAULT_STREAMS = {"cpu": 16, "cuda": 64}
-DEFAULT_PASS_TOKENS = {"cpu": 1024, "cuda": 8192}
-DEFAULT_MICRO_TOKENS = {"cpu": 512, "cuda": 4096}
-LOGIT_ROWS = 512  # rows that go through the head together when every position is scored
 
 
 @dataclass(frozen=True)
@@ -38,6 +36,11 @@ class EngineConfig:
     streams: texts in flight.
     pass_tokens: how many tokens one pass over the weights takes at most.
     micro_tokens: how many of them go through a layer together; bounds the activation memory.
+    kv_dtype: how keys and values are kept: as computed, or in one byte each (twice the streams in the same memory).
+    read_tokens, answer_tokens: what a typical text (or a segment with its question) reads and generates; memory is
+        shared out accordingly.
+    draft_tokens: how many tokens are guessed ahead at most, so that one pass can confirm several; None: 8 when layers
+        are streamed (a pass then takes as long for one token as for many), else 0.
     """
 
     window: int = 2048
@@ -46,6 +49,10 @@ class EngineConfig:
     streams: int | None = None
     pass_tokens: int | None = None
     micro_tokens: int | None = None
+    kv_dtype: KVDtype = "auto"
+    read_tokens: int = 1000
+    answer_tokens: int = 100
+    draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.window < 1 or self.sinks < 0 or self.excursion < 0:
@@ -54,20 +61,24 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
+        if self.draft_tokens is not None and self.draft_tokens < 0:
+            raise ValueError(f"draft_tokens must be at least 0, not {self.draft_tokens}")
 
 
 class Engine:
     """Runs requests of many streams through a model in shared passes.
 
-    Counters: ``passes`` over the weights, ``tokens_read``, ``tokens_generated``.
+    Counters: ``passes`` over the weights, ``tokens_read`` (drafted ones only when they were kept),
+    ``tokens_generated``, ``tokens_drafted``, ``tokens_accepted`` (drafted and kept), ``seconds`` in ``step``.
+
+    ``drafter`` guesses tokens ahead: an NgramDrafter unless replaced.
     """
 
-    def __init__(self, model: StreamingModel, config: EngineConfig, available: int | None = None) -> None:
-        """``available``: bytes for caches and activations; None means no limit is checked.
-
-        Raises WindowError when S + R + 1 exceeds the context the model was trained for, BudgetError when not even
-        one stream fits.
-        """
+    def __init__(
+        self, model: StreamingModel, config: EngineConfig, manager: KVCacheSizingManager | None = None
+    ) -> None:
+        """``manager`` knows the budget; None sets no limit. Raises WindowError when S + R + 1 exceeds the context that
+        the model was trained for, BudgetError when not even one stream fits."""
         span = config.sinks + config.window + 1
         if span > model.trained_context:
             raise WindowError(
@@ -75,42 +86,37 @@ class Engine:
                 f"trained for {model.trained_context}; use a window of at most "
                 f"{model.trained_context - config.sinks - 1}."
             )
-        kind = model.device.type
         self.model = model
         self.config = config
-        self.pass_tokens = config.pass_tokens or DEFAULT_PASS_TOKENS[kind]
-        self.micro_tokens = min(config.micro_tokens or DEFAULT_MICRO_TOKENS[kind], self.pass_tokens)
-        headroom = max(self.micro_tokens, config.excursion)
+        manager = manager or KVCacheSizingManager(UNLIMITED, model.manager.rates)
+        wanted = model.demand(config)
+        self.plan = manager.batch(model.plan.placement, wanted)
+        batching = self.plan.batching
+        self.pass_tokens = batching.pass_tokens
+        self.micro_tokens = batching.micro_tokens
+        self.chunk_tokens = batching.chunk_tokens
+        self.stream_bytes = batching.stream_bytes
+        automatic = DEFAULT_DRAFTS if model.streamer.order else 0
+        self.draft_tokens = automatic if config.draft_tokens is None else config.draft_tokens
+        self.drafter: Drafter = NgramDrafter()
         geometries = layer_geometries(model.config, config.window)
-        heads, kv_heads, head_dim = head_shape(model.config)
-        rows = sum(g.recent + headroom + (config.sinks if g.pins else 0) for g in geometries)
-        self.stream_bytes = 2 * rows * kv_heads * head_dim * model.dtype.itemsize
-        streams = config.streams or DEFAULT_STREAMS[kind]
-        if available is not None:
-            streams = fit_streams(available, self.stream_bytes, self._activation_bytes(heads, head_dim), streams)
+        _, kv_heads, head_dim = head_shape(model.config)
         self.cache = RollingCache(
             geometries,
-            slots=streams,
+            slots=batching.streams,
             max_sinks=config.sinks,
-            headroom=headroom,
+            headroom=max(batching.chunk_tokens, wanted.excursion),
             kv_heads=kv_heads,
             head_dim=head_dim,
             dtype=model.dtype,
             device=model.device,
+            kv_dtype=config.kv_dtype,
         )
         self.rotary = Rotary(model.rotary_module, span, [g.layer_type for g in geometries])
-        self.passes = self.tokens_read = self.tokens_generated = 0
+        self.passes = self.tokens_read = self.tokens_generated = self.tokens_drafted = self.tokens_accepted = 0
+        self.seconds = 0.0
         self._requests: list[Request] = []
         self._pins: dict[tuple[int, ...], dict[str, Tensor]] = {}
-
-    def _activation_bytes(self, heads: int, head_dim: int) -> int:
-        """An upper estimate of what a pass needs beside weights and cache."""
-        config = self.model.config
-        widest = max(getattr(config, "intermediate_size", 0) or 0, heads * head_dim, config.hidden_size)
-        in_layer: int = self.micro_tokens * (6 * widest + 8 * heads * head_dim) * max(self.model.dtype.itemsize, 4)
-        across_layers: int = self.pass_tokens * config.hidden_size * 3 * 4
-        logits: int = LOGIT_ROWS * config.vocab_size * 8
-        return in_layer + across_layers + logits
 
     # --- streams ---------------------------------------------------------------------------------------------
 
@@ -146,6 +152,7 @@ class Engine:
     def close(self, stream: Stream) -> None:
         """Free the slot; a request still running on the stream is dropped."""
         self._requests = [request for request in self._requests if request.stream is not stream]
+        self.drafter.forget(stream)
         self.cache.close(stream)
 
     def evict(self, stream: Stream, start: int, stop: int) -> None:
@@ -165,6 +172,11 @@ class Engine:
     @property
     def busy(self) -> bool:
         return bool(self._requests)
+
+    @property
+    def tokens_per_turn(self) -> float:
+        """How many tokens a stream gains in a pass that generates for it: 1 without drafts."""
+        return self.tokens_generated / max(1, self.tokens_generated - self.tokens_accepted)
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises ValueError when its stream is closed or has one already, or there is nothing to do,
@@ -186,23 +198,35 @@ class Engine:
             request.mark = request.stream.mark()
         if request.spans:
             request.span_states = torch.zeros(len(request.spans), self.model.config.hidden_size)
+        request.most_drafts = self.draft_tokens
         self._requests.append(request)
 
     def step(self) -> list[Request]:
         """Run one pass over the weights; the requests that it finished, in the order submitted."""
-        works = plan_pass(self._requests, self.pass_tokens)
+        began = time.perf_counter()
+        finished = self._step()
+        self.seconds += time.perf_counter() - began
+        return finished
+
+    def _step(self) -> list[Request]:
+        works = self._plan()
+        drafted: dict[Request, _Turn] = {}
         if works:
             before = [work.request.stream.last_hidden for work in works]
             tap = _Tap(works)
-            hidden = self.forward([(work.request.stream, work.tokens) for work in works], tap.rows)
+            pieces = [(work.request.stream, work.tokens) for work in works]
+            hidden = self.forward(pieces, tap.rows, [work.drafts for work in works])
             tap.collect(self.model.state.tapped)
-            pieces = hidden.split([len(work.tokens) for work in works])
-            for work, last, rows in zip(works, before, pieces, strict=True):
+            parts = hidden.split([len(work.tokens) for work in works])
+            for work, last, rows in zip(works, before, parts, strict=True):
                 if work.request.score and not work.request.decoding:
                     self._score(work, last, rows)
+                if work.drafts:
+                    drafted[work.request] = _Turn(work.request, work.tokens[1:], rows)
                 work.request.absorb(work.tokens)
-                self.tokens_read += len(work.tokens)
-        self._generate([request for request in self._requests if request.fed == len(request.tokens)])
+                self.tokens_read += len(work.tokens) - work.drafts
+        ready = [request for request in self._requests if request.fed == len(request.tokens)]
+        self._generate([drafted.get(request) or _Turn.plain(request) for request in ready])
         finished = [request for request in self._requests if request.finish_reason]
         self._requests = [request for request in self._requests if not request.finish_reason]
         for request in finished:
@@ -210,25 +234,45 @@ class Engine:
                 request.stream.rewind(request.mark)
         return finished
 
+    def _plan(self) -> list[Work]:
+        works = plan_pass(self._requests, self.pass_tokens, self.chunk_tokens)
+        most = [
+            min(work.request.acceptable, self.cache.room(work.request.stream) - 1) if work.request.decoding else 0
+            for work in works
+        ]
+        return add_drafts(works, most, self.pass_tokens, self.drafter)
+
     @torch.inference_mode()
-    def forward(self, pieces: Sequence[tuple[Stream, Sequence[int]]], tap_rows: Sequence[int] = ()) -> Tensor:
+    def forward(
+        self,
+        pieces: Sequence[tuple[Stream, Sequence[int]]],
+        tap_rows: Sequence[int] = (),
+        drafts: Sequence[int] = (),
+    ) -> Tensor:
         """One packed pass: append tokens to streams, each stream once. Returns [tokens, hidden] behind the final norm.
 
         ``tap_rows``: rows whose hidden states at two thirds of the depth are kept in ``model.state.tapped``.
+        ``drafts``: how many of each piece's last tokens lie beyond the stream's length until ``Stream.keep`` says that
+        they are part of it; none when left out.
         """
         self.cache.reserve(pieces)
         runs = [Run(stream.slot, 0, len(ids), stream.length, stream.sinks, stream.holes) for stream, ids in pieces]
         state = self.model.state
         state.cache, state.rotary = self.cache, self.rotary
-        state.batches = micro_batches(runs, self.micro_tokens, self.model.device)
-        state.tap_rows = torch.tensor(tap_rows, device=self.model.device) if tap_rows else None
-        hidden = self.model.forward([token for _, tokens in pieces for token in tokens])
+        state.batches = micro_batches(runs, self.micro_tokens, self.model.device, self.chunk_tokens)
+        order = [row for batch in state.batches for rows in batch.taken for row in rows]
+        back = torch.tensor(order).argsort()  # where the pass's tokens went
+        state.tap_rows = back[list(tap_rows)].to(self.model.device) if tap_rows else None
+        asked = [token for _, tokens in pieces for token in tokens]
+        hidden = self.model.forward([asked[row] for row in order])
+        if len(state.batches) > 1:
+            hidden = hidden[back.to(hidden.device)]
         self.passes += 1
         end = 0
-        for stream, tokens in pieces:
+        for (stream, tokens), ahead in zip(pieces, drafts or [0] * len(pieces), strict=True):
             end += len(tokens)
-            stream.length += len(tokens)
-            stream.last_hidden = hidden[end - 1].clone()
+            stream.history.write(stream.length, tokens)
+            stream.keep(len(tokens) - ahead, hidden[end - 1 - ahead])
         return hidden
 
     @torch.inference_mode()
@@ -238,33 +282,74 @@ class Engine:
             tokens = tokens[1:]
         else:
             context = torch.cat([last[None], context])
-        for start in range(0, len(tokens), LOGIT_ROWS):
-            part = torch.tensor(tokens[start : start + LOGIT_ROWS], device=rows.device)
-            logits = self.model.head(context[start : start + LOGIT_ROWS])
+        for start in range(0, len(tokens), self.model.sizes.logit_rows):
+            part = torch.tensor(tokens[start : start + self.model.sizes.logit_rows], device=rows.device)
+            logits = self.model.head(context[start : start + self.model.sizes.logit_rows])
             chosen = logits.gather(1, part[:, None])[:, 0] - logits.logsumexp(-1)
             work.request.logprobs.extend(chosen.tolist())
 
     @torch.inference_mode()
-    def _generate(self, requests: list[Request]) -> None:
-        """Give each request its next token, or finish it."""
-        wanting = [request for request in requests if request.max_new_tokens]
-        for start in range(0, len(wanting), LOGIT_ROWS):
-            part = wanting[start : start + LOGIT_ROWS]
-            logits = self.model.head(torch.stack([_context(request) for request in part]))
+    def _generate(self, turns: list[_Turn]) -> None:
+        """Give each request its next tokens, or finish it."""
+        wanting = [turn for turn in turns if turn.request.max_new_tokens]
+        for part in _parts(wanting, self.model.sizes.logit_rows):
+            logits = self.model.head(torch.cat([turn.hidden for turn in part]))
             best = logits.argmax(-1).tolist()
-            for row, (request, token) in enumerate(zip(part, best, strict=True)):
-                if request.sampling.temperature:
-                    token = choose(logits[row], request.sampling, len(request.generated))
-                request.accept(token)
-                self.tokens_generated += 1
-        for request in requests:
-            if not request.max_new_tokens:
-                request.finish_reason = "length"
+            row = 0
+            for turn in part:
+                rows = slice(row, row + len(turn.hidden))
+                self._accept(turn, logits[rows], best[rows])
+                row = rows.stop
+        for turn in turns:
+            if not turn.request.max_new_tokens:
+                turn.request.finish_reason = "length"
+
+    def _accept(self, turn: _Turn, logits: Tensor, best: list[int]) -> None:
+        """The model's choice behind each of the turn's tokens, as long as the drafts agree with it."""
+        request, kept = turn.request, 0
+        for kept, draft in enumerate((*turn.drafts, None)):
+            token = best[kept]
+            if request.sampling.temperature:
+                token = choose(logits[kept], request.sampling, len(request.generated))
+            request.accept(token)
+            self.tokens_generated += 1
+            if request.finish_reason or token != draft:
+                break
+        if turn.drafts:
+            request.stream.keep(kept, turn.hidden[kept])
+            request.most_drafts = adapted(request.most_drafts, len(turn.drafts), kept, self.draft_tokens)
+            self.tokens_drafted += len(turn.drafts)
+            self.tokens_accepted += kept
+            self.tokens_read += kept
 
 
-def _context(request: Request) -> Tensor:
-    assert request.stream.last_hidden is not None
-    return request.stream.last_hidden
+@dataclass(frozen=True)
+class _Turn:
+    """A request gains tokens: ``hidden`` [1 + drafts, hidden] of the stream's last token and of each drafted one."""
+
+    request: Request
+    drafts: Sequence[int]
+    hidden: Tensor
+
+    @classmethod
+    def plain(cls, request: Request) -> _Turn:
+        """Without drafts."""
+        assert request.stream.last_hidden is not None
+        return cls(request, (), request.stream.last_hidden[None])
+
+
+def _parts(turns: list[_Turn], most: int) -> Iterator[list[_Turn]]:
+    """As many turns together as the head takes rows."""
+    part: list[_Turn] = []
+    rows = 0
+    for turn in turns:
+        if part and rows + len(turn.hidden) > most:
+            yield part
+            part, rows = [], 0
+        part.append(turn)
+        rows += len(turn.hidden)
+    if part:
+        yield part
 
 
 class _Tap:
@@ -295,3 +380,37 @@ class _Tap:
             assert request.span_states is not None
             start, stop = request.spans[span]
             request.span_states[span] += total / (stop - start)
+
+
+UNLIMITED = 2**62
+# What an engine takes when nothing else is asked for: streams, tokens in a pass, tokens in a layer.
+_MOST = {"cpu": (16, 1024, 512), "cuda": (128, 32_768, 4096)}
+
+
+def demand(config: EngineConfig, model_config: Any, device: torch.device, dtype: torch.dtype) -> Demand:
+    """What an engine wants of the memory."""
+    streams, pass_tokens, micro_tokens = _MOST[device.type]
+    geometries = layer_geometries(model_config, config.window)
+    _, kv_heads, head_dim = head_shape(model_config)
+
+    def cache_bytes(headroom: int) -> int:
+        return RollingCache.stream_bytes(geometries, config.sinks, headroom, kv_heads, head_dim, dtype, config.kv_dtype)
+
+    drafts = DEFAULT_DRAFTS if config.draft_tokens is None else config.draft_tokens
+    return Demand(
+        config.window,
+        max(config.excursion, 1 + drafts),
+        cache_bytes,
+        config.streams or streams,
+        pass_tokens,
+        micro_tokens,
+        config.pass_tokens,
+        config.micro_tokens,
+        config.read_tokens,
+        config.answer_tokens,
+    )
+
+
+def within(config: EngineConfig, trained_context: int) -> EngineConfig:
+    """``config`` with a window that the model was trained for."""
+    return replace(config, window=max(1, min(config.window, trained_context - config.sinks - 1)))

@@ -39,11 +39,13 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
     window: int | None = None,
+    draft_tokens: int | None = None,
 ) -> Tensor | Generation:
     """Continue each row of ``input_ids`` int64 [batch, T] until an end-of-sequence token or ``max_new_tokens``.
 
     Each row gives what it would give alone: tokens whose ``attention_mask`` [batch, T] is 0 are left out, not masked.
     Texts longer than the model's context roll (4 sinks and a window as long as the context allows, or ``window``).
+    ``draft_tokens``: see ``EngineConfig``; they change the speed, not the answer.
     Returns int64 [batch, T + new] on the device of ``input_ids`` or, with ``return_dict_in_generate``, an object
     with that as ``sequences``. Raises ValueError for arguments that make no sense.
     """
@@ -51,7 +53,7 @@ def generate(
         raise ValueError("use_cache=False is not supported: the rolling cache is how this runtime works")
     sampling = Sampling(temperature if do_sample else 0.0, top_p, seed)
     rows = _rows(input_ids, attention_mask)
-    engine = _engine(model, rows, max_new_tokens, window)
+    engine = _engine(model, rows, max_new_tokens, window, draft_tokens)
     requests: list[Request] = []
     while engine.busy or len(requests) < len(rows):
         while engine.free_streams and len(requests) < len(rows):  # perhaps not all rows fit at a time
@@ -77,12 +79,13 @@ def stream_generate(
     top_p: float = 1.0,
     seed: int = 0,
     window: int | None = None,
+    draft_tokens: int | None = None,
 ) -> Iterator[str]:
     """The answer to one row [1, T] as pieces of text, as soon as they are certain: whole characters only."""
     rows = _rows(input_ids, None)
     if len(rows) != 1:
         raise ValueError(f"stream_generate takes one row, not {len(rows)}")
-    engine = _engine(model, rows, max_new_tokens, window)
+    engine = _engine(model, rows, max_new_tokens, window, draft_tokens)
     sampling = Sampling(temperature if do_sample else 0.0, top_p, seed, key=(0,))  # what generate draws for this row
     request = _request(model, engine, rows[0], max_new_tokens, sampling)
     shown = start = 0  # tokens whose text is out; first token that is decoded again for context
@@ -109,14 +112,17 @@ def _rows(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
     return rows
 
 
-def _engine(model: StreamingModel, rows: list[list[int]], max_new_tokens: int, window: int | None) -> Engine:
+def _engine(
+    model: StreamingModel, rows: list[list[int]], max_new_tokens: int, window: int | None, draft_tokens: int | None
+) -> Engine:
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
     needed = max(len(row) for row in rows) + max_new_tokens
+    sinks, recent = DEFAULT_SINKS, model.trained_context - DEFAULT_SINKS - 1 if window is None else window
     if window is None and needed <= model.trained_context:  # nothing is evicted, so nothing needs a pin
-        return model.engine(EngineConfig(window=needed - 1, sinks=0, streams=len(rows), excursion=0))
-    recent = model.trained_context - DEFAULT_SINKS - 1 if window is None else window
-    return model.engine(EngineConfig(window=recent, sinks=DEFAULT_SINKS, streams=len(rows), excursion=0))
+        sinks, recent = 0, needed - 1
+    config = EngineConfig(window=recent, sinks=sinks, excursion=0, streams=len(rows), draft_tokens=draft_tokens)
+    return model.engine(config)
 
 
 def _request(model: StreamingModel, engine: Engine, row: list[int], max_new_tokens: int, sampling: Sampling) -> Request:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from streamllm_core.memory.budget import free_bytes
 from streamllm_core.memory.bus import Bus, CudaBus
+from streamllm_core.memory.limits import free_bytes
 from streamllm_core.weights.conversion_cache import cache_root
 from streamllm_core.weights.reading import FileRange, RangeReader, drop_from_page_cache
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
@@ -34,12 +35,15 @@ class Run:
 class MicroBatch:
     """The rows [first, first + tokens) of a pass that go through a layer together.
 
+    ``taken``: which tokens of the pass they are, in the order in which the pass was asked for.
+
     Tensors (positions, slots, sinks: int64 [tokens]) are made once a pass and shared by all layers; so is whatever
     the attention derives from them, kept by ``memo``.
     """
 
-    def __init__(self, runs: list[Run], first: int, device: torch.device) -> None:
+    def __init__(self, runs: list[Run], first: int, device: torch.device, taken: Sequence[range] = ()) -> None:
         self.runs = runs
+        self.taken = taken
         self.first = first
         self.tokens = sum(run.count for run in runs)
         self.device = device
@@ -56,23 +60,40 @@ class MicroBatch:
         return self._memo[key]  # type: ignore[no-any-return]
 
 
-def micro_batches(runs: list[Run], limit: int, device: torch.device) -> list[MicroBatch]:
-    """Cut a pass into micro-batches of at most ``limit`` tokens, in row order.
+def micro_batches(runs: list[Run], limit: int, device: torch.device, chunk: int | None = None) -> list[MicroBatch]:
+    """Cut a pass into micro-batches of at most ``limit`` tokens, at most ``chunk`` of them of one stream.
 
+    Many streams go through a layer together, so rows change places: a micro-batch takes a chunk of each stream that has
+    tokens left, and ``MicroBatch.taken`` tells which tokens of the pass, counted as ``runs`` give them, its rows are.
     A run that contains both pinned and other tokens is cut at the last pinned one: queries past the sinks always
     find themselves in the window, which keeps the two softmax groups of attention non-empty.
     """
-    groups: list[list[Run]] = [[]]
-    room = limit
-    for run in runs:
-        start = run.start
-        while start < run.stop:
-            if room == 0:
-                groups.append([])
-                room = limit
-            border = run.sinks if start < run.sinks else run.stop
-            stop = min(run.stop, border, start + room)
-            groups[-1].append(Run(run.slot, limit - room, stop - start, start, run.sinks, run.holes))
-            room -= stop - start
-            start = stop
-    return [MicroBatch(group, index * limit, device) for index, group in enumerate(groups)]
+    places = list(accumulate((run.count for run in runs), initial=0))
+    waiting = list(zip(runs, places, strict=False))  # what is left of each run, and the place of its first token
+    batches: list[MicroBatch] = []
+    first = 0
+    while waiting:
+        parts: list[Run] = []
+        taken: list[range] = []
+        left: list[tuple[Run, int]] = []
+        room = limit
+        for run, place in waiting:
+            count = min(run.count, chunk or limit, room)
+            parts += _parts(replace(run, offset=limit - room, count=count)) if count else []
+            taken += [range(place, place + count)] if count else []
+            if count < run.count:
+                left.append((replace(run, start=run.start + count, count=run.count - count), place + count))
+            room -= count
+        batches.append(MicroBatch(parts, first, device, taken))
+        first += limit - room
+        waiting = left
+    return batches
+
+
+def _parts(run: Run) -> list[Run]:
+    """``run``, cut behind its last pinned token."""
+    pinned = run.sinks - run.start
+    if not 0 < pinned < run.count:
+        return [run]
+    rest = replace(run, offset=run.offset + pinned, start=run.sinks, count=run.count - pinned)
+    return [replace(run, count=pinned), rest]

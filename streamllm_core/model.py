@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from dataclasses import replace
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +14,24 @@ from torch import Tensor, nn
 
 from streamllm_core.architectures import layer_geometries
 from streamllm_core.attention import PassState
-from streamllm_core.checkpoint import Checkpoint, parameter_count
-from streamllm_core.engine import LOGIT_ROWS, Engine, EngineConfig
-from streamllm_core.errors import ModelError
+from streamllm_core.blueprint import Blueprint
+from streamllm_core.checkpoint import parameter_count
+from streamllm_core.engine import Engine, EngineConfig, demand, within
+from streamllm_core.errors import BudgetError, ModelError
+from streamllm_core.fusion import fuse, kernels_for
 from streamllm_core.generation import Generation, generate, stream_generate
-from streamllm_core.links import Link, ReaderLink, link_from_host
-from streamllm_core.memory.arena import ArenaLayout
-from streamllm_core.memory.budget import KVCacheSizingManager, MemoryPlan, free_bytes, parse_bytes
-from streamllm_core.memory.bus import CudaBus
-from streamllm_core.memory.pinned import PinnedHostWeightRegistry
-from streamllm_core.memory.scratchpad import GPUScratchpadPool
+from streamllm_core.hardware import LinkRates
+from streamllm_core.loading import Loader
+from streamllm_core.memory.budget import Demand, KVCacheSizingManager
+from streamllm_core.memory.limits import free_bytes, parse_bytes
+from streamllm_core.memory.plan import MemoryPlan
 from streamllm_core.skeleton import Skeleton, read_config
-from streamllm_core.streamer import LayerStreamer
-from streamllm_core.weights import open_source, tokenizer_note
+from streamllm_core.weights import WeightSource, open_source, tokenizer_note
+from streamllm_core.weights.quantized import quantize_source
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+ALLOCATOR_SLACK = 64 * 10**6  # libraries' workspaces, and what lies between blocks
+LEAST_WINDOW = 64  # tokens; what a model is loaded for at least
 TAP_DEPTH = 2 / 3  # hidden states here describe a sentence best
 
 
@@ -40,9 +44,13 @@ class AutoModel:
         *,
         device: str | torch.device = "auto",
         dtype: str | torch.dtype = "auto",
+        quantize: str | None = None,
         prefetching: bool = True,
         resident_layers: int | str = "auto",
         vram: int | str | None = None,
+        ram: int | str | None = None,
+        fused: bool = True,
+        expected: EngineConfig | None = None,
         revision: str | None = None,
         token: str | None = None,
     ) -> StreamingModel:
@@ -53,9 +61,17 @@ class AutoModel:
             dtype: "auto" is bf16 on CUDA and on CPUs with AVX512-BF16 or AMX, else float32. On a CPU without units for
                 a 16-bit type, weights are rounded to it and computed with in float32, which is several times faster
                 than emulating it.
+            quantize: "int8" or "int4" packs the layers' weights once and keeps them in the cache folder; they travel
+                packed and are expanded on the device. On a card, a GGUF file's blocks travel as they are without it.
             prefetching: transfer the next layer while one computes.
             resident_layers: how many layers stay on the device; "auto" keeps as many as fit.
-            vram: the byte budget on the device ("4GB"); None takes what is free.
+            vram: the byte budget on the device ("4GB"), a cap for PyTorch's allocator; the CUDA context itself (a few
+                hundred MB) comes on top. None takes what is free.
+            ram: bytes of RAM for the streamed layers ("16GB"); what has no place there is read from disk in every pass.
+                None takes most of what is free.
+            fused: one kernel each for norms, gated activations and rotary positions; without it layers run as
+                transformers has them. Changes nothing beyond rounding.
+            expected: the engine that the memory is to be planned for; one like EngineConfig() if left out.
             revision, token: for the hub.
 
         Raises ModelError, BudgetError, ValueError.
@@ -67,9 +83,47 @@ class AutoModel:
         resident = None if isinstance(resident_layers, str) else resident_layers
         if resident is not None and resident < 0:
             raise ValueError(f"resident_layers must be at least 0, not {resident}")
-        budget = parse_bytes(vram) if vram is not None else free_bytes(place)
-        source = open_source(name_or_path, revision=revision, token=token, dtype=number)
-        return StreamingModel(source, place, number, budget, resident, prefetching=prefetching)
+        manager = sizing_manager(place, number, vram)
+        source = open_source(name_or_path, revision=revision, token=token, dtype=number, packed=place.type == "cuda")
+        if quantize is not None:
+            source = quantize_source(source, Skeleton(read_config(source), number), quantize, number, place)
+        return StreamingModel(
+            source,
+            place,
+            number,
+            manager,
+            resident=resident,
+            ram=None if ram is None else parse_bytes(ram),
+            expected=expected,
+            prefetching=prefetching,
+            fused=fused,
+        )
+
+
+def sizing_manager(device: torch.device, dtype: torch.dtype, vram: int | str | None) -> KVCacheSizingManager:
+    """For a budget of ``vram`` bytes, or of what is free. On a card the budget is a cap: PyTorch's allocator refuses
+    to go beyond it. Raises ValueError."""
+    budget = parse_bytes(vram) if vram is not None else free_bytes(device)
+    rates = measured_rates(device, dtype)
+    if device.type == "cpu":
+        return KVCacheSizingManager(budget, rates)
+    total = torch.cuda.get_device_properties(device).total_memory
+    if vram is not None:  # what another model of this process holds already has a budget of its own
+        capped = budget + torch.cuda.memory_allocated(device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, capped / total), device)
+    return KVCacheSizingManager(budget, rates, slack=allocator_slack(min(budget, total)))
+
+
+def allocator_slack(budget: int) -> int:
+    """Bytes of a card's budget that are left to libraries' workspaces and to gaps between blocks."""
+    return ALLOCATOR_SLACK + budget // 50
+
+
+@cache
+def measured_rates(device: torch.device, dtype: torch.dtype) -> LinkRates:
+    """Measured once a process. On a CPU layers are streamed from disk, so that is its link."""
+    rates = LinkRates.measure(device, dtype)
+    return replace(rates, host_to_device=rates.disk) if device.type == "cpu" else rates
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -109,93 +163,62 @@ def computes_in(dtype: torch.dtype, device: torch.device) -> bool:
 class StreamingModel:
     """A causal language model; see ``AutoModel.from_pretrained``.
 
-    Attributes: ``config`` (transformers), ``device``, ``dtype`` (of the computation), ``plan`` (MemoryPlan),
-    ``streamer`` (counters).
+    Attributes: ``config`` (transformers), ``device``, ``dtype`` (of the computation), ``plan`` (MemoryPlan for the
+    engine that was expected), ``streamer`` (counters).
     """
 
     def __init__(
         self,
-        source: Any,
+        source: WeightSource,
         device: torch.device,
         dtype: torch.dtype,
-        budget: int,
-        resident: int | None,
+        manager: KVCacheSizingManager,
         *,
+        resident: int | None = None,
+        ram: int | None = None,
+        expected: EngineConfig | None = None,
         prefetching: bool = True,
+        fused: bool = True,
     ) -> None:
+        """``expected``: the engine that the memory is planned for; another one has to do with what is left."""
+        computed = dtype if computes_in(dtype, device) else torch.float32
+        blueprint = Blueprint(source, read_config(source), device, computed, rounded_to=dtype)
         self.name = str(source.name)
-        self.config = read_config(source)
+        self.config = blueprint.config
         self.device = device
-        self.dtype = dtype if computes_in(dtype, device) else torch.float32
+        self.dtype = blueprint.dtype
         self.fingerprint: dict[str, object] = source.fingerprint
         self.parameter_count = parameter_count(source)
-        self.state = PassState()
+        self.sizes = blueprint.sizes
+        self.manager = manager
+        self.plan = self._plan(expected, resident)
+        self.state = PassState(tap_layer=max(0, round(self.config.num_hidden_layers * TAP_DEPTH) - 1))
         self._config_dir = Path(source.config_dir)
-        self._skeleton = Skeleton(self.config, self.dtype)
+        self._skeleton = blueprint.skeleton
         self.rotary_module: nn.Module = self._skeleton.base.rotary_emb
-        checkpoint = Checkpoint(source, self._skeleton, rounded_to=dtype)
-        self.state.tap_layer = max(0, round(self.config.num_hidden_layers * TAP_DEPTH) - 1)
-        layouts = [ArenaLayout.of(layer) for layer in self._skeleton.layers]
-        fixed = self._load_fixed(checkpoint)
-        self.plan: MemoryPlan = KVCacheSizingManager(budget).place_layers(
-            [layout.nbytes for layout in layouts], fixed, resident
-        )
-        self.streamer = self._load_layers(checkpoint, layouts, prefetching)
+        kernels = kernels_for(device, self.dtype) if fused else None
+        if kernels is not None:
+            fuse(self._skeleton.base, kernels)
+        self._loader = Loader(blueprint, self.plan.placement, ram)  # keeps the page-locked arenas
+        self._loader.fixed()
+        self._head = self._loader.head()
+        self.streamer = self._loader.layers(self.state, prefetching=prefetching)
         self._skeleton.attach(self.state)
 
-    # --- loading ---------------------------------------------------------------------------------------------
+    def _plan(self, expected: EngineConfig | None, resident: int | None) -> MemoryPlan:
+        """For the engine expected; if none is, for as much of the default window as fits."""
+        config = within(expected or EngineConfig(), self.trained_context)
+        while True:
+            try:
+                return self.manager.plan(self.sizes, self.demand(config), resident)
+            except BudgetError:
+                if expected is not None or config.window <= LEAST_WINDOW:
+                    raise
+            config = replace(config, window=config.window // 2, excursion=config.excursion // 2)
 
-    def _load_fixed(self, checkpoint: Checkpoint) -> int:
-        """Embedding (in RAM), final norm and head (on the device); the bytes they take on the device."""
-        skeleton = self._skeleton
-        used = 0
-        for name in checkpoint.names():
-            if name.startswith(skeleton.layers_prefix):
-                continue
-            for full, tensor in checkpoint.tensors(name):
-                path, _, leaf = full.rpartition(".")
-                owner = skeleton.causal.get_submodule(path)
-                place = torch.device("cpu") if owner is skeleton.embedding else self.device
-                value = torch.empty_like(tensor, dtype=self.dtype, device=place).copy_(tensor)
-                if leaf in owner._parameters:
-                    owner._parameters[leaf] = nn.Parameter(value, requires_grad=False)
-                else:
-                    owner._buffers[leaf] = value
-                used += value.nbytes if place == self.device else 0
-        if skeleton.tied:
-            shared = skeleton.embedding._parameters["weight"].to(self.device)  # type: ignore[union-attr]
-            skeleton.output._parameters["weight"] = nn.Parameter(shared, requires_grad=False)
-            used += shared.nbytes if self.device.type != "cpu" else 0
-        for module in skeleton.causal.modules():
-            if module is not skeleton.embedding:
-                for name, buffer in module._buffers.items():
-                    module._buffers[name] = buffer.to(self.device) if buffer is not None else None
-        return used
-
-    def _load_layers(self, checkpoint: Checkpoint, layouts: list[ArenaLayout], prefetching: bool) -> LayerStreamer:
-        skeleton, device = self._skeleton, self.device
-        streamed = {index: layout for index, layout in enumerate(layouts) if index not in self.plan.resident}
-        for index in self.plan.resident:
-            block = torch.empty(layouts[index].nbytes, dtype=torch.uint8, device=device)
-            views = layouts[index].views(block)
-            checkpoint.fill(f"{skeleton.layers_prefix}{index}.", views)
-            layouts[index].bind(skeleton.layers[index], views)
-        pool = link = None
-        if streamed:
-            pool = GPUScratchpadPool(max(layout.nbytes for layout in streamed.values()), device)
-            link = self._link(checkpoint, streamed, pool)
-        return LayerStreamer(skeleton.layers, streamed, pool, link, self.state, prefetching=prefetching)
-
-    def _link(self, checkpoint: Checkpoint, streamed: dict[int, ArenaLayout], pool: GPUScratchpadPool) -> Link:
-        prefix = self._skeleton.layers_prefix
-
-        def read(index: int, block: Tensor) -> None:
-            checkpoint.fill(f"{prefix}{index}.", streamed[index].views(block))
-
-        if self.device.type == "cpu":
-            return ReaderLink(lambda index, slot: read(index, pool.slots[slot]))
-        sizes = {index: layout.nbytes for index, layout in streamed.items()}
-        return link_from_host(pool, sizes, PinnedHostWeightRegistry(CudaBus(self.device)), read)
+    def demand(self, config: EngineConfig) -> Demand:
+        """What an engine wants of the memory."""
+        return demand(config, self.config, self.device, self.dtype)
 
     # --- running ---------------------------------------------------------------------------------------------
 
@@ -208,11 +231,20 @@ class StreamingModel:
 
     def head(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] → float32 logits [rows, vocabulary]."""
-        return self._skeleton.logits(hidden)
+        return self._head.logits(hidden)
+
+    def best(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] → the likeliest token of each row, int64 [rows]."""
+        return self._head.best(hidden)
+
+    @property
+    def bytes_moved(self) -> int:
+        """Weights that came over the link until now: layers, and the head where it is streamed."""
+        return self.streamer.bytes_moved + self._head.bytes_moved
 
     def engine(self, config: EngineConfig | None = None) -> Engine:
         """An engine for many texts in flight. Raises WindowError, BudgetError."""
-        return Engine(self, config or EngineConfig(), self.plan.left)
+        return Engine(self, config or EngineConfig(), self.manager)
 
     @property
     def trained_context(self) -> int:
@@ -269,7 +301,7 @@ class StreamingModel:
         for start in range(0, length, chunk):
             pieces = [(stream, row[start : start + chunk]) for stream, row in zip(streams, rows, strict=True)]
             hidden = engine.forward(pieces)
-            logits = torch.cat([self.head(part).cpu() for part in hidden.split(LOGIT_ROWS)])
+            logits = torch.cat([self.head(part).cpu() for part in hidden.split(self.sizes.logit_rows)])
             output[:, start : start + chunk] = logits.view(batch, -1, logits.shape[-1])
         return output
 

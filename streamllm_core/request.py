@@ -37,6 +37,7 @@ class Request:
     generated: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     span_states: Tensor | None = None
+    most_drafts: int = 0  # how many drafted tokens are worth a try now; 0 until the engine sets it
     finish_reason: Literal["stop", "length"] | None = None
     stopped_by: int | None = None  # which of ``stop`` it was
     fed: int = 0  # how many of ``tokens`` are in the cache
@@ -53,6 +54,11 @@ class Request:
     def decoding(self) -> bool:
         return self.pending is not None
 
+    @property
+    def acceptable(self) -> int:
+        """How many drafted tokens the answer has room for, one token of the model's own behind them."""
+        return min(self.most_drafts, self.max_new_tokens - len(self.generated) - 1)
+
     def absorb(self, tokens: Sequence[int]) -> None:
         """``tokens`` (some of ours, or the pending one) have gone through a pass."""
         if self.decoding:
@@ -62,6 +68,7 @@ class Request:
 
     def accept(self, token: int) -> None:
         """``token`` follows; finish if it ends the answer or is the last one allowed."""
+        self.pending = None
         if token in self.stop:
             self.finish_reason, self.stopped_by = "stop", token
             return

@@ -41,6 +41,10 @@ class Skeleton:
         self.output: nn.Module = self.causal.get_output_embeddings()
         self.tied = self.output.weight is self.embedding.weight
 
+    def name_of(self, wanted: nn.Module) -> str:
+        """The dotted name of a module of the CausalLM."""
+        return str(next(name for name, module in self.causal.named_modules() if module is wanted))
+
     def untie(self) -> None:
         """The checkpoint has a head of its own, whatever the configuration says."""
         self.tied = False
@@ -63,6 +67,19 @@ class Skeleton:
         """[rows, hidden] → float32 [rows, vocabulary], with bias, scale and softcap as the model has them."""
         output = self.causal(inputs_embeds=hidden[None], use_cache=False)
         return output.logits[0].float()  # type: ignore[no-any-return]
+
+    @contextmanager
+    def output_rows(self, weight: Tensor, rows: range) -> Iterator[None]:
+        """Inside the block the head is its ``rows`` alone, with ``weight`` [len(rows), hidden]."""
+        parameters = self.output._parameters
+        whole = dict(parameters)
+        parameters["weight"] = nn.Parameter(weight, requires_grad=False)
+        if (bias := whole.get("bias")) is not None:
+            parameters["bias"] = nn.Parameter(bias[rows.start : rows.stop], requires_grad=False)
+        try:
+            yield
+        finally:
+            parameters.update(whole)
 
 
 def read_config(source: WeightSource) -> Any:

@@ -7,7 +7,7 @@ of the next, and n may be odd.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,35 +20,46 @@ from streamllm_core.memory.scratchpad import SLOTS, GPUScratchpadPool
 
 
 class LayerStreamer:
-    """Wraps the decoder layers of a model: streamed ones lease their slot, all of them run in micro-batches."""
+    """Wraps the decoder layers of a model: streamed ones lease their slot, packed ones are expanded into the workspace
+    first, and all of them run in micro-batches."""
 
     def __init__(
         self,
         layers: nn.ModuleList,
-        layouts: dict[int, ArenaLayout],
+        layouts: Mapping[int, ArenaLayout],
+        streamed: Sequence[int],
         pool: GPUScratchpadPool | None,
         link: Link | None,
         state: PassState,
         *,
+        packed: Mapping[int, Tensor] | None = None,
+        workspace: Tensor | None = None,
         prefetching: bool = True,
     ) -> None:
-        """``layouts`` has an entry for each streamed layer; ``pool`` and ``link`` are None when there is none.
-        Without ``prefetching`` a transfer starts only when its layer is wanted."""
-        self.order = sorted(layouts)
+        """``layouts`` has an entry for each layer that is streamed or packed; ``pool`` and ``link`` are None when none
+        is streamed. ``packed``: the blocks of packed layers that stay on the device. ``workspace``: uint8, room for the
+        largest packed layer, expanded. Without ``prefetching`` a transfer starts only when its layer is wanted."""
+        self.order = sorted(streamed)
         self.prefetching = prefetching
         self.transfers = 0
         self.bytes_moved = 0
-        self._layers = layers
         self.layouts = layouts
         self.link = link
+        self._pool = pool
+        self._packed = packed or {}
         self._turn = 0
         self._under_way = False
-        self._views = {
-            layer: [layout.views(slot) for slot in pool.slots] if pool else [] for layer, layout in layouts.items()
+        self._bindings = {
+            index: _Binding(layers[index], layouts[index], pool, workspace)
+            for index in sorted({*streamed, *self._packed})
         }
         for index, layer in enumerate(layers):
             layer.forward = self._wrap(index, layer.forward, state)
         self._prefetch_first()
+
+    @property
+    def bytes_per_pass(self) -> int:
+        return sum(self.layouts[index].nbytes for index in self.order)
 
     def set_prefetching(self, prefetching: bool) -> None:
         """Switch between prefetched and sequential transfers, between two passes."""
@@ -77,17 +88,36 @@ class LayerStreamer:
     @contextmanager
     def _lease(self, index: int) -> Iterator[None]:
         """The layer's weights are in place inside the block."""
-        if index not in self.layouts:
+        binding = self._bindings.get(index)
+        if binding is None:
             yield
-            return
+        elif index in self._packed:
+            binding.expand(self._packed[index])
+            yield
+        else:
+            slot = self._arrive()
+            if binding.expands:  # the slot is free for the next transfer before the layer computes
+                assert self._pool is not None
+                binding.expand(self._pool.slots[slot])
+                self._leave(slot)
+                yield
+            else:
+                binding.bind(slot)
+                yield
+                self._leave(slot)
+
+    def _arrive(self) -> int:
+        """Wait for the layer whose turn it is; the slot that holds it."""
         assert self.link is not None
         slot = self._turn % SLOTS
         if not self.prefetching:
             self.link.free(slot)  # the transfer comes after everything computed so far
             self._start(self._turn)
         self.link.wait(slot)
-        self.layouts[index].bind(self._layers[index], self._views[index][slot])
-        yield
+        return slot
+
+    def _leave(self, slot: int) -> None:
+        assert self.link is not None
         self.link.free(slot)
         self._turn += 1
         self._under_way = self._turn % len(self.order) != 0
@@ -103,6 +133,30 @@ class LayerStreamer:
             return output
 
         return forward
+
+
+class _Binding:
+    """The views that take the place of a layer's parameters: into each slot, or into the workspace."""
+
+    def __init__(
+        self, layer: nn.Module, layout: ArenaLayout, pool: GPUScratchpadPool | None, workspace: Tensor | None
+    ) -> None:
+        self.expands = layout.packed
+        self._layout = layout
+        self._places = layout.places(layer)
+        blocks = [workspace] if self.expands else pool.slots if pool is not None else []
+        self._views = [layout.expanded.views(block) for block in blocks if block is not None]
+
+    def bind(self, block: int) -> None:
+        """The layer computes with what is in this slot."""
+        views = self._views[block]
+        for place, leaf, name in self._places:
+            place[leaf] = views[name]
+
+    def expand(self, stored: Tensor) -> None:
+        """Expand ``stored`` into the workspace; the layer computes with what is there."""
+        self._layout.expand(stored, self._views[0])
+        self.bind(0)
 
 
 def _in_micro_batches(

@@ -3,23 +3,36 @@ one for decoding ones, no window copied. ``sink_window_torch`` is its reference.
 
 A program handles M rows (queries × the query heads of one KV head) and walks over the pinned keys with the query
 rotated for the sinks, then over the window with the query at its true position, under one online softmax
-(Milakov & Gimelshein 2018; Dao et al. 2022).
+(Milakov & Gimelshein 2018; Dao et al. 2022). Where that makes too few programs for the card, each walks over a part
+of the window, and a second kernel merges the parts by their log-sum-exp.
+
+Quantised keys and values are expanded in registers: the peaks of int8 rows multiply scores and shares.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
+from math import log2
 
 import torch
 from torch import Tensor
 
 from streamllm_core.cache import MAX_HOLES, RingLayer
+from streamllm_core.kernels.scoring import Scoring
+from streamllm_core.kernels.sink_window_tiles import (
+    MOST_SPLITS,
+    Card,
+    Tiles,
+    choose_splits,
+    choose_tiles,
+    power_of_2,
+)
 from streamllm_core.layout import MicroBatch, Run
 
 BLOCK_FIELDS = 5 + 2 * MAX_HOLES  # first row, rows, position of the first row, slot, sinks, holes
 FAR = 2**31 - 1
+LOG2E = log2(2.718281828459045)
 
 
 def available(device: torch.device) -> bool:
@@ -27,98 +40,104 @@ def available(device: torch.device) -> bool:
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
-def attend(
-    ring: RingLayer,
-    batch: MicroBatch,
-    window_query: Tensor,
-    sink_query: Tensor,
-    scale: float,
-    softcap: float | None,
-    s_aux: Tensor | None,
-) -> Tensor:
+@dataclass(frozen=True)
+class _Launch:
+    """The programs for some runs of a micro-batch. ``table``: int32 [programs / KV head, BLOCK_FIELDS]."""
+
+    table: Tensor
+    tiles: Tiles
+    splits: int
+    holes: bool
+
+
+def attend(ring: RingLayer, batch: MicroBatch, window_query: Tensor, sink_query: Tensor, scoring: Scoring) -> Tensor:
     """Same contract as ``sink_window_torch``: queries [heads, tokens, head_dim] → [tokens, heads, head_dim]."""
     heads, tokens, head_dim = window_query.shape
-    group = heads // ring.keys.shape[1]
     output = torch.empty(tokens, heads, head_dim, dtype=window_query.dtype, device=window_query.device)
-    narrow = max(16, 1 << (group - 1).bit_length())
-    wide = max(narrow, 128 if _shared_memory(window_query.device) > 160_000 and head_dim <= 128 else 64)
-    for name, rows, runs in (
-        ("decode", narrow, [run for run in batch.runs if run.count == 1]),
-        ("prefill", wide, [run for run in batch.runs if run.count > 1]),
-    ):
-        if runs:
-            build = partial(_table, ring, runs, rows // group, batch.device)
-            table, holes = batch.memo((name, ring.pins, ring.capacity), build)
-            _launch(ring, table, holes, rows, window_query, sink_query, output, scale, softcap, s_aux)
+    for launch in batch.memo(("kernel", ring.pins, ring.capacity), lambda: _launches(ring, batch, window_query)):
+        _run(ring, launch, window_query, sink_query, output, scoring)
     return output
 
 
-def _table(ring: RingLayer, runs: list[Run], queries: int, device: torch.device) -> tuple[Tensor, bool]:
-    """One line of BLOCK_FIELDS int32 for each program of ``queries`` queries, and whether there are holes."""
-    lines = []
-    for run in runs:
-        sinks = ring.sinks(run.sinks)
-        # Whole turns of the ring change nothing and keep positions in 32 bits, however long the text.
-        turns = max(0, run.start - sinks - ring.recent) // ring.capacity * ring.capacity
-        holes = [edge - turns for hole in run.holes for edge in hole] + [FAR] * (2 * (MAX_HOLES - len(run.holes)))
-        for first in range(0, run.count, queries):
-            count = min(queries, run.count - first)
-            lines.append([run.offset + first, count, run.start + first - turns, run.slot, sinks, *holes])
-    return torch.tensor(lines, dtype=torch.int32).to(device), any(run.holes for run in runs)
+def _launches(ring: RingLayer, batch: MicroBatch, query: Tensor) -> list[_Launch]:
+    """One for the decoding runs, one for the others, if there are any."""
+    card = Card.of(query.device)
+    kv_heads = ring.keys.shape[1]
+    group = query.shape[0] // kv_heads
+    launches = []
+    for runs in ([run for run in batch.runs if run.count == 1], [run for run in batch.runs if run.count > 1]):
+        if runs:
+            longest = max(run.count for run in runs)
+            tiles = choose_tiles(card, longest, group, query.shape[2], query.dtype, ring.keys.dtype)
+            lines = [line for run in runs for line in _lines(ring, run, tiles.rows // group)]
+            window = max(min(run.stop - ring.sinks(run.sinks), ring.recent + 1) for run in runs)
+            splits = choose_splits(card, len(lines) * kv_heads, window, tiles)
+            table = torch.tensor(lines, dtype=torch.int32).to(batch.device)
+            launches.append(_Launch(table, tiles, splits, any(run.holes for run in runs)))
+    return launches
 
 
-def _shared_memory(device: torch.device) -> int:
-    properties: Any = torch.cuda.get_device_properties(device)
-    return int(properties.shared_memory_per_block_optin)
+def _lines(ring: RingLayer, run: Run, queries: int) -> list[list[int]]:
+    """BLOCK_FIELDS numbers for each ``queries`` queries of a run."""
+    sinks = ring.sinks(run.sinks)
+    # Whole turns of the ring change nothing and keep positions in 32 bits, however long the text.
+    turns = max(0, run.start - sinks - ring.recent) // ring.capacity * ring.capacity
+    holes = [edge - turns for hole in run.holes for edge in hole] + [FAR] * (2 * (MAX_HOLES - len(run.holes)))
+    return [
+        [run.offset + first, min(queries, run.count - first), run.start + first - turns, run.slot, sinks, *holes]
+        for first in range(0, run.count, queries)
+    ]
 
 
-def _launch(
-    ring: RingLayer,
-    table: Tensor,
-    holes: bool,
-    rows: int,
-    window_query: Tensor,
-    sink_query: Tensor,
-    output: Tensor,
-    scale: float,
-    softcap: float | None,
-    s_aux: Tensor | None,
+def _run(
+    ring: RingLayer, launch: _Launch, window_query: Tensor, sink_query: Tensor, output: Tensor, scoring: Scoring
 ) -> None:
-    import triton
-
-    from streamllm_core.kernels.sink_window_triton import kernel
+    from streamllm_core.kernels import sink_window_triton as kernels
 
     heads, _, head_dim = window_query.shape
-    kv_heads = ring.keys.shape[1]
-    roomy = _shared_memory(window_query.device) > 160_000
-    exact = window_query.dtype == torch.float32
-    options: dict[str, Any] = {"num_warps": 8 if rows >= 128 else 4, "num_stages": 3 if roomy and not exact else 1}
-    kernel[(len(table), kv_heads)](
+    kv_heads, rows = ring.keys.shape[1:3]
+    table, tiles, splits = launch.table, launch.tiles, launch.splits
+    queries = tiles.rows // (heads // kv_heads)
+    target, logsum = output, output
+    if splits > 1:
+        logsum = torch.empty(splits, len(table) * queries, heads, device=output.device)
+        target = torch.empty(*logsum.shape, head_dim, device=output.device)
+    unit = 1.0 if ring.key_peaks is None else 1 / 127
+    dims = {"D": head_dim, "D_PADDED": power_of_2(head_dim), "FIELDS": BLOCK_FIELDS}
+    kernels.attention[(len(table), kv_heads, splits)](
         window_query,
         sink_query,
         ring.keys,
         ring.values,
-        output,
+        ring.keys if ring.key_peaks is None else ring.key_peaks,
+        ring.values if ring.value_peaks is None else ring.value_peaks,
+        target,
+        logsum,
         table,
-        s_aux if s_aux is not None else output,
+        output if scoring.s_aux is None else scoring.s_aux,
         ring.recent,
         ring.capacity,
+        rows,
         *window_query.stride()[:2],
         *sink_query.stride()[:2],
-        *ring.keys.stride()[:3],
-        *output.stride()[:2],
-        scale,
-        softcap or 0.0,
+        LOG2E * (scoring.softcap or scoring.scale * unit),
+        2 * scoring.scale * unit / (scoring.softcap or 1.0),
+        unit,
         GROUP=heads // kv_heads,
-        D=head_dim,
-        D_PADDED=max(16, triton.next_power_of_2(head_dim)),  # the least that tl.dot takes
-        M=rows,
-        N=32 if exact else 64,
-        N_SINKS=16,
-        FIELDS=BLOCK_FIELDS,
-        HOLES=MAX_HOLES if holes else 0,
-        CAPPED=softcap is not None,
-        AUX=s_aux is not None,
-        PRECISION="ieee" if exact else "tf32",
-        **options,
+        M=tiles.rows,
+        N=tiles.keys,
+        N_SINKS=tiles.sinks,
+        HOLES=MAX_HOLES if launch.holes else 0,
+        CAPPED=scoring.softcap is not None,
+        AUX=scoring.s_aux is not None,
+        SCALED=ring.key_peaks is not None,
+        SPLIT=splits > 1,
+        PRECISION="ieee" if window_query.dtype == torch.float32 else "tf32",
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        **dims,
     )
+    if splits > 1:
+        kernels.merge[(len(table) * queries, heads)](
+            target, logsum, output, table, splits, QUERIES=queries, MOST=MOST_SPLITS, **dims
+        )

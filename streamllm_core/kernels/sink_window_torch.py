@@ -11,35 +11,28 @@ import torch
 from torch import Tensor
 
 from streamllm_core.cache import RingLayer
+from streamllm_core.kernels.scoring import Scoring
 from streamllm_core.layout import MicroBatch, Run
 
 # One product over several decoding streams reads their slots as one block; it may read this much more than needed.
 DECODE_WASTE = 1.3
 
 
-def attend(
-    ring: RingLayer,
-    batch: MicroBatch,
-    window_query: Tensor,
-    sink_query: Tensor,
-    scale: float,
-    softcap: float | None,
-    s_aux: Tensor | None,
-) -> Tensor:
+def attend(ring: RingLayer, batch: MicroBatch, window_query: Tensor, sink_query: Tensor, scoring: Scoring) -> Tensor:
     """Queries [heads, tokens, head_dim] (rotated both ways) against the ring: [tokens, heads, head_dim].
 
     Single tokens are folded, several streams to a product; longer runs go one by one.
     """
     groups = batch.memo(("decode", ring.pins, ring.capacity), lambda: _decode_groups(ring, batch))
     if len(groups) == 1 and len(batch.runs) == batch.tokens and isinstance(groups[0].rows, slice):
-        return _decode(ring, groups[0], window_query, sink_query, scale, softcap, s_aux)
+        return _decode(ring, groups[0], window_query, sink_query, scoring)
     output = torch.empty_like(window_query.transpose(0, 1), memory_format=torch.contiguous_format)
     for group in groups:
-        output[group.rows] = _decode(ring, group, window_query, sink_query, scale, softcap, s_aux)
+        output[group.rows] = _decode(ring, group, window_query, sink_query, scoring)
     for run in batch.runs:
         if run.count > 1:
             rows = slice(run.offset, run.offset + run.count)
-            part = _prefill(ring, batch, run, window_query[:, rows], sink_query[:, rows], scale, softcap, s_aux)
+            part = _prefill(ring, batch, run, window_query[:, rows], sink_query[:, rows], scoring)
             output[rows] = part.transpose(0, 1)
     return output
 
@@ -58,9 +51,9 @@ def visible(ring: RingLayer, runs: list[Run], rows: int) -> Tensor:
     return seen
 
 
-def _bias(seen: Tensor, like: Tensor) -> Tensor:
-    """0 where seen, -inf elsewhere, in the dtype and on the device of ``like``."""
-    return torch.zeros(seen.shape, dtype=like.dtype).masked_fill_(~seen, float("-inf")).to(like.device)
+def _bias(seen: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """0 where seen, -inf elsewhere."""
+    return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf")).to(device)
 
 
 # --- prefill: one stream, many queries -------------------------------------------------------------------------
@@ -72,43 +65,41 @@ def _prefill(
     run: Run,
     window_query: Tensor,
     sink_query: Tensor,
-    scale: float,
-    softcap: float | None,
-    s_aux: Tensor | None,
+    scoring: Scoring,
 ) -> Tensor:
     """[heads, count, head_dim] for one run."""
     rows = ring.used(run.sinks, run.stop)
-    keys, values = ring.keys[run.slot, :, :rows], ring.values[run.slot, :, :rows]
+    keys, values = ring.read(run.slot, rows)
     sinks = ring.sinks(run.sinks) if ring.evicts(run) else 0
 
     def biases() -> tuple[Tensor, Tensor]:
         seen = visible(ring, [run], rows)[0]
-        pinned = _bias(seen[:, :sinks], keys)
+        pinned = _bias(seen[:, :sinks], keys.dtype, keys.device)
         seen[:, :sinks] = False
-        return _bias(seen, keys), pinned
+        return _bias(seen, keys.dtype, keys.device), pinned
 
     window_bias, sink_bias = batch.memo(("bias", run, ring.pins, ring.capacity), biases)
-    output, weight = _softmax_group(window_query, keys, values, window_bias, scale, softcap)
+    output, weight = _softmax_group(window_query, keys, values, window_bias, scoring)
     if sinks:
-        pinned = _softmax_group(sink_query, keys[:, :sinks], values[:, :sinks], sink_bias, scale, softcap)
+        pinned = _softmax_group(sink_query, keys[:, :sinks], values[:, :sinks], sink_bias, scoring)
         output, weight = _merge(output, weight, *pinned)
-    if s_aux is not None:
-        output = output * torch.sigmoid(weight - s_aux[:, None].to(weight.dtype))[..., None].to(output.dtype)
+    if scoring.s_aux is not None:
+        output = output * torch.sigmoid(weight - scoring.s_aux[:, None].to(weight.dtype))[..., None].to(output.dtype)
     return output
 
 
 def _softmax_group(
-    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: float, softcap: float | None
+    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scoring: Scoring
 ) -> tuple[Tensor, Tensor]:
     """Attention output [heads, n, head_dim] and its log-sum-exp [heads, n] over one group of keys."""
-    if query.device.type == "cpu" and softcap is None:
+    if query.device.type == "cpu" and scoring.softcap is None:
         output, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query[None], keys[None], values[None], 0.0, False, attn_mask=bias[None, None], scale=scale
+            query[None], keys[None], values[None], 0.0, False, attn_mask=bias[None, None], scale=scoring.scale
         )
         return output[0], weight[0]
     heads, count, _ = query.shape
-    scores = torch.matmul(query.reshape(len(keys), -1, query.shape[-1]) * scale, keys.mT)
-    scores = _capped(_exact(scores), softcap).unflatten(1, (-1, count)) + bias
+    scores = torch.matmul(query.reshape(len(keys), -1, query.shape[-1]) * scoring.scale, keys.mT)
+    scores = _capped(_exact(scores), scoring.softcap).unflatten(1, (-1, count)) + bias
     weight = torch.logsumexp(scores, -1)
     shares = torch.exp(scores - weight[..., None]).to(values.dtype).flatten(1, 2)
     return (shares @ values).view(heads, count, -1), weight.view(heads, count)
@@ -181,7 +172,7 @@ def _decode_group(ring: RingLayer, runs: list[Run]) -> _DecodeGroup:
         reach,
         _as_slice([run.offset for run in runs], device),
         _as_slice(slots.tolist(), device),
-        None if bool(seen.all()) else _bias(seen, ring.keys).repeat_interleave(kv_heads, 0),
+        None if bool(seen.all()) else _bias(seen, ring.dtype, device).repeat_interleave(kv_heads, 0),
         pinned,
     )
 
@@ -198,14 +189,11 @@ def _decode(
     group: _DecodeGroup,
     window_query: Tensor,
     sink_query: Tensor,
-    scale: float,
-    softcap: float | None,
-    s_aux: Tensor | None,
+    scoring: Scoring,
 ) -> Tensor:
     """[n, heads, head_dim]. The query heads of one KV head are the rows of one product: K and V are read once."""
     streams, kv_heads = group.stop - group.first, ring.keys.shape[1]
-    keys = ring.keys[group.first : group.stop, :, : group.reach].flatten(0, 1)
-    values = ring.values[group.first : group.stop, :, : group.reach].flatten(0, 1)
+    keys, values = (part.flatten(0, 1) for part in ring.read(slice(group.first, group.stop), group.reach))
 
     def fold(query: Tensor) -> Tensor:  # [heads, tokens, d] -> [streams * kv_heads, group, d]
         rows = query[:, group.rows].transpose(0, 1)
@@ -217,7 +205,7 @@ def _decode(
 
     def score(query: Tensor, keys: Tensor) -> Tensor:
         # With the keys as the left factor no library copies them: two to three times as fast on CPUs.
-        return _capped(torch.bmm(keys, (fold(query) * scale).mT).mT, softcap)
+        return _capped(torch.bmm(keys, (fold(query) * scoring.scale).mT).mT, scoring.softcap)
 
     scores = score(window_query, keys)
     if group.pinned is not None:
@@ -225,8 +213,8 @@ def _decode(
         scores[..., :most] = torch.where(group.pinned, score(sink_query, keys[:, :most]), scores[..., :most])
     if group.bias is not None:
         scores += group.bias
-    if s_aux is not None:
-        extra = s_aux.to(scores.dtype).view(kv_heads, -1, 1).repeat(streams, 1, 1)
+    if scoring.s_aux is not None:
+        extra = scoring.s_aux.to(scores.dtype).view(kv_heads, -1, 1).repeat(streams, 1, 1)
         shares = torch.softmax(_exact(torch.cat([scores, extra], -1)), -1)[..., :-1]
     else:
         shares = torch.softmax(_exact(scores), -1)

@@ -1,93 +1,178 @@
-"""Turning a byte budget into a plan: which layers stay on the device, and how many streams fit."""
+"""KVCacheSizingManager: turns a byte budget into a MemoryPlan."""
 
 from __future__ import annotations
 
-import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-
-import torch
+from math import ceil
+from typing import TYPE_CHECKING
 
 from streamllm_core.errors import BudgetError
+from streamllm_core.memory.limits import format_bytes
+from streamllm_core.memory.plan import Batching, MemoryPlan, Placement, Prediction
+from streamllm_core.memory.sizes import ModelSizes
 
-# Share of the budget kept for caches and activations when the layers alone would take all of it.
-CACHE_SHARE = 0.3
-UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+if TYPE_CHECKING:
+    from streamllm_core.hardware import LinkRates
 
-
-def parse_bytes(text: str | int) -> int:
-    """'4GB' → 4·10⁹, '6GiB' → 6·2³⁰, 1234 → 1234. Raises ValueError."""
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]i?)?b?\s*", str(text).lower())
-    if not match:
-        raise ValueError(f"'{text}' is not a size; write for example 4GB or 512MB")
-    return int(float(match[1]) * UNITS[match[2] or ""])
-
-
-def free_bytes(device: torch.device) -> int:
-    """What is free on the device now; for the CPU, the RAM available to this process (control groups included)."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    fields = dict(re.findall(r"^(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE))
-    available = int(fields["MemAvailable"]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
-        available = min(available, int(text) - int(used.read_text()))
-    return available
+# Share of the measured rate of square products that whole layers reach, attention and elementwise work included.
+EFFICIENCY = 0.75
+LAUNCH_SECONDS = 5e-5  # to set one layer to work on one micro-batch
 
 
 @dataclass(frozen=True)
-class MemoryPlan:
-    """Where the bytes of a budget go."""
+class Demand:
+    """What a plan is to serve.
 
-    budget: int
-    fixed: int  # embedding, norms, head
-    scratchpads: int  # both slots
-    resident: tuple[int, ...]  # indices of the layers that stay
-    resident_bytes: int
+    window, sinks, excursion: as in EngineConfig, tokens. cache_bytes: bytes of one stream's cache for a given headroom
+    in tokens. streams: the most that are wanted. pass_tokens, micro_tokens: the most, or None to choose.
+    read_tokens, answer_tokens: what a typical document (or segment with its question) reads and generates.
+    """
 
-    @property
-    def left(self) -> int:
-        """Bytes for caches and activations."""
-        return self.budget - self.fixed - self.scratchpads - self.resident_bytes
+    window: int
+    excursion: int
+    cache_bytes: Callable[[int], int]
+    streams: int
+    most_pass_tokens: int
+    most_micro_tokens: int
+    pass_tokens: int | None = None
+    micro_tokens: int | None = None
+    read_tokens: int = 1000
+    answer_tokens: int = 100
 
 
 class KVCacheSizingManager:
-    """Answers deterministically from sizes alone."""
+    """Answers from sizes and rates alone: the same question gets the same plan."""
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, rates: LinkRates, slack: int = 0) -> None:
+        """``budget``: bytes on the device; ``slack`` of them are left to the allocator."""
         self.budget = budget
+        self.rates = rates
+        self.slack = slack
 
-    def place_layers(self, layer_bytes: list[int], fixed: int, resident: int | None) -> MemoryPlan:
-        """Choose the resident layers: ``resident`` of them, or (None) as many as leave CACHE_SHARE of the budget.
+    def plan(self, sizes: ModelSizes, demand: Demand, resident: int | None = None) -> MemoryPlan:
+        """The plan with the highest predicted speed for ``demand``; among equals the one with the most streams, then
+        with the most resident layers, then with the largest passes. ``resident`` fixes how many layers stay.
 
-        Streamed layers are spread evenly between resident ones, so that their transfers hide behind more work.
-        Raises BudgetError, with the arithmetic, when two scratchpads do not fit.
+        Raises BudgetError, with the arithmetic and the smallest budget that would do, when nothing fits.
         """
-        count = len(layer_bytes)
-        slots = 2 * max(layer_bytes)
-        if resident is None:
-            room = int(self.budget * (1 - CACHE_SHARE)) - fixed
-            all_fit = sum(layer_bytes) <= room
-            resident = count if all_fit else max(0, (room - slots) // max(layer_bytes))
-        resident = min(resident, count)
-        slots = slots if resident < count else 0
-        chosen = tuple(sorted({index * count // resident for index in range(resident)})) if resident else ()
-        plan = MemoryPlan(self.budget, fixed, slots, chosen, sum(layer_bytes[index] for index in chosen))
-        if plan.left <= 0:
-            raise BudgetError(
-                f"a budget of {self.budget / 1e9:.2f} GB does not suffice: embedding, norms and head take "
-                f"{fixed / 1e9:.2f} GB, two scratchpads {slots / 1e9:.2f} GB, {len(chosen)} resident layers "
-                f"{plan.resident_bytes / 1e9:.2f} GB, and nothing is left for the cache."
-            )
-        return plan
+        placements = list(_placements(sizes, resident))
+        plans = [plan for place in placements for plan in self._plans(place, demand)]
+        if not plans:
+            raise self._refusal(placements, demand)
+        return max(plans, key=_preference)
 
+    def batch(self, placement: Placement, demand: Demand) -> MemoryPlan:
+        """The best plan for a model that is loaded already. Raises BudgetError."""
+        plans = list(self._plans(placement, demand))
+        if not plans:
+            raise self._refusal([placement], demand)
+        return max(plans, key=_preference)
 
-def fit_streams(available: int, stream_bytes: int, activation_bytes: int, most: int) -> int:
-    """How many streams fit beside the activations, at most ``most``. Raises BudgetError when none does."""
-    streams = min(most, (available - activation_bytes) // stream_bytes)
-    if streams < 1:
-        raise BudgetError(
-            f"{available / 1e9:.2f} GB are left for the cache, but one stream takes {stream_bytes / 1e9:.3f} GB and a "
-            f"pass {activation_bytes / 1e9:.3f} GB. Use a smaller window, or a larger budget."
+    def _plans(self, placement: Placement, demand: Demand) -> Iterator[MemoryPlan]:
+        left = self.budget - self.slack - placement.total
+        for batching in _batchings(placement.sizes, demand, left):
+            prediction = self._predict(placement, batching, demand)
+            yield MemoryPlan(self.budget, self.slack, placement, batching, prediction)
+
+    def _predict(self, placement: Placement, batching: Batching, demand: Demand) -> Prediction:
+        full, streams, answer = batching.pass_tokens, batching.streams, demand.answer_tokens
+        document = demand.read_tokens + answer
+        # Streams pass from reading to generating one after the other, so passes of a long job carry both: each
+        # finished document has held its stream for one pass a token, and while it read.
+        finished = min(full / document, max(streams - 1, streams / (1 + answer)) / max(answer, 1))
+        mixed = max(1.0, finished * document)
+        prefill_transfer = placement.layer_bytes_per_pass / self.rates.host_to_device
+        decode_transfer = placement.bytes_per_pass / self.rates.host_to_device
+        prefill_compute = self._compute_seconds(placement, batching, demand, full, 0)
+        decode_compute = self._compute_seconds(placement, batching, demand, streams, streams)
+        generating = min(float(streams), mixed * answer / document)
+        mixed_compute = self._compute_seconds(placement, batching, demand, ceil(mixed), generating)
+        return Prediction(
+            prefill_transfer,
+            prefill_compute,
+            decode_transfer,
+            decode_compute,
+            prefill=full / max(prefill_transfer, prefill_compute),
+            decode=streams / max(decode_transfer, decode_compute),
+            job=mixed / max(decode_transfer, mixed_compute),
         )
-    return int(streams)
+
+    def _compute_seconds(
+        self, placement: Placement, batching: Batching, demand: Demand, tokens: int, generating: float
+    ) -> float:
+        """For a pass of so many tokens, of which ``generating`` streams have one each: operations or memory traffic,
+        whichever takes longer."""
+        sizes = placement.sizes
+        operations = sizes.pass_operations(tokens, demand.window) / (self.rates.matmul * EFFICIENCY)
+        traffic = sizes.weight_traffic(tokens, batching.micro_tokens) + generating * batching.stream_bytes
+        if generating:
+            traffic += sizes.head
+        launches = ceil(tokens / batching.micro_tokens) * len(sizes.layers) * LAUNCH_SECONDS
+        return max(operations, traffic / self.rates.memory) + launches
+
+    def _refusal(self, placements: list[Placement], demand: Demand) -> BudgetError:
+        """Everything at its smallest, added up."""
+
+        def needed(placement: Placement) -> int:
+            least = min(_batchings(placement.sizes, demand, 2**62), key=_first_stream)
+            return self.slack + placement.total + _first_stream(least)
+
+        smallest = min(placements, key=needed)
+        sizes, batching = smallest.sizes, min(_batchings(smallest.sizes, demand, 2**62), key=_first_stream)
+        parts = {
+            "fixed weights": sizes.fixed,
+            "head": smallest.head_bytes,
+            "two scratchpads": smallest.scratchpads,
+            "workspace": smallest.workspace,
+            f"{len(smallest.resident)} resident layers": smallest.resident_bytes,
+            "one stream": batching.stream_bytes,
+            "activations": batching.activations,
+            "allocator slack": self.slack,
+        }
+        sum_ = " + ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
+        return BudgetError(
+            f"a budget of {format_bytes(self.budget)} does not suffice: {sum_} = {format_bytes(needed(smallest))} is "
+            "the least. Give at least that, or use a smaller window or quantized weights."
+        )
+
+
+def _placements(sizes: ModelSizes, resident: int | None) -> Iterator[Placement]:
+    """Every number of resident layers, spread evenly so that transfers hide behind more work; the head stays or is
+    streamed in tiles. A head that shares its bytes, or that cannot be cut, stays."""
+    count = len(sizes.layers)
+    numbers = range(count + 1) if resident is None else [min(resident, count)]
+    for number in numbers:
+        chosen = tuple(sorted({index * count // number for index in range(number)})) if number else ()
+        yield Placement(sizes, chosen, head_stays=True)
+        if 0 < 2 * sizes.head_tile < sizes.head:
+            yield Placement(sizes, chosen, head_stays=False)
+
+
+def _batchings(sizes: ModelSizes, demand: Demand, left: int) -> Iterator[Batching]:
+    """For each number of tokens a pass as many streams as fit into ``left`` bytes."""
+    for pass_tokens in [demand.pass_tokens] if demand.pass_tokens else _powers(demand.most_pass_tokens):
+        most = min(demand.micro_tokens or demand.most_micro_tokens, pass_tokens)
+        for micro_tokens in [most] if demand.micro_tokens else _powers(most):
+            # Enough streams fill a micro-batch with short pieces, and a ring must hold the piece of only one.
+            chunk = max(min(micro_tokens, 512), micro_tokens // demand.streams)
+            stream_bytes = demand.cache_bytes(max(chunk, demand.excursion))
+            activations = sizes.activation_bytes(micro_tokens, pass_tokens)
+            streams = min(demand.streams, (left - activations) // stream_bytes)
+            if streams >= 1:
+                yield Batching(streams, stream_bytes, pass_tokens, micro_tokens, chunk, activations)
+
+
+def _powers(most: int) -> list[int]:
+    """Powers of two from 64, and ``most``."""
+    return [number for number in (2**exponent for exponent in range(6, 20)) if number < most] + [most]
+
+
+def _first_stream(batching: Batching) -> int:
+    return batching.activations + batching.stream_bytes
+
+
+def _preference(plan: MemoryPlan) -> tuple[float, int, int, int]:
+    """Speeds that differ by a hundredth are the same."""
+    speed = float(f"{plan.prediction.job:.3g}")
+    return speed, plan.batching.streams, len(plan.resident), plan.batching.pass_tokens

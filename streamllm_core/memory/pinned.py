@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from streamllm_core.errors import BudgetError
-from streamllm_core.memory.budget import free_bytes
 from streamllm_core.memory.bus import Bus
+from streamllm_core.memory.limits import free_bytes
 
 STAGING_BYTES = 2 * 2**30  # a few layers ahead of the bus: more hides no more of the disk
 RAM_SHARE = 0.9  # of what is available, when no limit is given

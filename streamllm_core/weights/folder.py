@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from streamllm_core.errors import ModelError
+from streamllm_core.quantization import Format
 from streamllm_core.weights.reading import FileRange
 from streamllm_core.weights.safetensors_file import SafetensorsFile
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # Files beside the weights that change what a model says; their contents are part of the fingerprint.
-_SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
+SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
@@ -33,6 +34,7 @@ class FolderSource:
             raise ModelError(f"{name}: no config.json in {folder}" + _gguf_hint(folder))
         read_json(folder / "config.json")  # a torn file is reported here, by name
         self._file_of = _locate(folder, name)
+        self.module_names = all(file.module_names for file in self._file_of.values())
         self.fingerprint = fingerprint if fingerprint is not None else self._describe()
 
     def names(self) -> list[str]:
@@ -46,6 +48,14 @@ class FolderSource:
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor as a view of the mapped file, to be treated as read-only; may be called from any thread."""
         return self._file(name).tensor(name)
+
+    def format(self, name: str) -> Format | None:
+        """How the tensor is packed; None when it is stored plain."""
+        return self._file(name).packed.get(name, (None, ()))[0]
+
+    def raw(self, name: str) -> torch.Tensor:
+        """The tensor's bytes as stored, uint8 [nbytes], to be treated as read-only; may be called from any thread."""
+        return self._file(name).raw(name)
 
     def range(self, name: str) -> FileRange:
         """Where the tensor's stored bytes lie on disk."""
@@ -66,7 +76,7 @@ class FolderSource:
             file.path.name: {"header": file.header_sha256, "size": file.size, "mtime_ns": file.mtime_ns}
             for file in dict.fromkeys(self._file_of.values())
         }
-        small = sorted({path for pattern in _SMALL_FILES for path in self.config_dir.glob(pattern) if path.is_file()})
+        small = sorted({path for pattern in SMALL_FILES for path in self.config_dir.glob(pattern) if path.is_file()})
         hashes = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in small}
         return {"weights": weights, "files": hashes}
 

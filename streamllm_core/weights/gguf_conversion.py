@@ -46,17 +46,29 @@ def convert(path: Path, folder: Path, *, dtype: torch.dtype | None, expected_sha
         stored = types[tensor.name]
         sizes[stored] += math.prod(model.file.tensors[tensor.source].shape) * stored.itemsize
     require_space(folder, sizes.total())
+    most, _ = sizes.most_common(1)[0]  # norms are float32 in every GGUF; the matrices say what the model is
+    stored_as = "exact" if dtype is None else _NAMES[dtype]
+    describe(model, folder, dtype=most, stored_as=stored_as, expected_sha256=expected_sha256)
+    _write_weights(model, types, folder / SINGLE_FILE)
+
+
+def describe(
+    model: GGUFModel, folder: Path, *, dtype: torch.dtype, stored_as: str, expected_sha256: str | None = None
+) -> None:
+    """Write everything but the weights: configuration, tokenizer, and a record of the file and of how it was converted.
+
+    Raises ModelError when the file is not the expected one.
+    """
+    path = model.file.path
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     if expected_sha256 is not None and sha256 != expected_sha256:
         raise ModelError(f"{path}: damaged: its sha256 is {sha256}, not {expected_sha256}; install or copy it again")
-    _write_weights(model, types, folder / SINGLE_FILE)
-    most, _ = sizes.most_common(1)[0]  # norms are float32 in every GGUF; the matrices say what the model is
-    _write_json(folder / "config.json", model.config | {"dtype": str(most).removeprefix("torch.")})
+    _write_json(folder / "config.json", model.config | {"dtype": str(dtype).removeprefix("torch.")})
     _write_json(folder / "generation_config.json", model.generation_config)
     write_tokenizer(model.file.metadata, folder, model.config["max_position_embeddings"])
-    record = {"file": path.name, "sha256": sha256, "conversion": CONVERSION_VERSION}
-    _write_json(folder / RECORD_FILE, record | {"stored": "exact" if dtype is None else _NAMES[dtype]})
+    record = {"file": path.name, "sha256": sha256, "conversion": CONVERSION_VERSION, "stored": stored_as}
+    _write_json(folder / RECORD_FILE, record)
 
 
 def _exact_dtype(model: GGUFModel, source: str) -> torch.dtype:

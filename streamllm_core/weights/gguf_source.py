@@ -29,7 +29,21 @@ def open_gguf(
     """
     half = dtype if isinstance(dtype, torch.dtype) and dtype in _HALF else None
     stored = "exact" if half is None else str(half).removeprefix("torch.")
-    identity = hashlib.sha256(f"{CONVERSION_VERSION} {stored} {expected_sha256}".encode())
+
+    def build(folder: Path) -> None:
+        _log.info("converting %s (once)", path)
+        convert(path, folder, dtype=half, expected_sha256=expected_sha256)
+
+    folder = build_once(cache_key(path, stored, expected_sha256), build)
+    try:
+        return FolderSource(folder, name=name, fingerprint=recorded_fingerprint(folder))
+    except ModelError as error:
+        raise ModelError(f"{error}; delete {folder}, and it will be converted again") from error
+
+
+def cache_key(path: Path, stored_as: str, expected_sha256: str | None) -> str:
+    """Of what is made of a GGUF file; it changes with the file. Raises ModelError when that cannot be read."""
+    identity = hashlib.sha256(f"{CONVERSION_VERSION} {stored_as} {expected_sha256}".encode())
     try:
         with path.open("rb") as file:
             status = path.stat()
@@ -40,15 +54,13 @@ def open_gguf(
             identity.update(file.read(_SAMPLE))
     except OSError as error:
         raise ModelError(f"{path}: cannot be read ({error.strerror})") from error
+    return f"{path.stem}-{identity.hexdigest()[:16]}"
 
-    def build(folder: Path) -> None:
-        _log.info("converting %s (once)", path)
-        convert(path, folder, dtype=half, expected_sha256=expected_sha256)
 
-    folder = build_once(f"{path.stem}-{identity.hexdigest()[:16]}", build)
+def recorded_fingerprint(folder: Path) -> dict[str, object]:
+    """Identity of a conversion, from the record in its folder. Raises ModelError when that is damaged."""
+    record = read_json(folder / RECORD_FILE)
     try:
-        record = read_json(folder / RECORD_FILE)
-        fingerprint = {"gguf": record["sha256"], "conversion": record["conversion"], "stored": record["stored"]}
-        return FolderSource(folder, name=name, fingerprint=fingerprint)
-    except (ModelError, KeyError) as error:
-        raise ModelError(f"{error}; delete {folder}, and it will be converted again") from error
+        return {"gguf": record["sha256"], "conversion": record["conversion"], "stored": record["stored"]}
+    except KeyError as error:
+        raise ModelError(f"{folder / RECORD_FILE}: has no {error}") from error

@@ -35,12 +35,25 @@ def open_hub(repo: str, *, revision: str | None = None, token: str | bool | None
     Raises ModelError that says what to do when the id or revision is unknown, access is denied or the hub cannot be
     reached, and when the repository has no safetensors.
     """
-    try:
-        folder = _snapshot(repo, revision, token, _DESCRIPTIONS)
+    with explained(repo, revision):
+        folder = description(repo, revision, token)
         # The index tells which files are the weights: repositories may hold the same ones in other forms as well.
         index = folder / INDEX_FILE
         weights = sorted(set(shard_names(index).values())) if index.is_file() else [SINGLE_FILE]
         folder = _snapshot(repo, folder.name, token, [*_DESCRIPTIONS, *weights])
+    return FolderSource(folder, name=repo, fingerprint={"hub": repo, "commit": folder.name})
+
+
+def description(repo: str, revision: str | None, token: str | bool | None) -> Path:
+    """The local folder of a hub model's configuration and tokenizer, without its weights."""
+    return _snapshot(repo, revision, token, _DESCRIPTIONS)
+
+
+@contextlib.contextmanager
+def explained(repo: str, revision: str | None) -> Iterator[None]:
+    """Errors of the hub as ModelErrors that say what to do."""
+    try:
+        yield
     except GatedRepoError as error:
         raise ModelError(
             f"{repo}: access is restricted: accept its terms on the hub, then set HF_TOKEN to a token of that account"
@@ -66,7 +79,6 @@ def open_hub(repo: str, *, revision: str | None = None, token: str | bool | None
         raise ModelError(
             f"{repo}: the download failed ({_first_line(error)}); the same command again carries on where it stopped"
         ) from error
-    return FolderSource(folder, name=repo, fingerprint={"hub": repo, "commit": folder.name})
 
 
 def _snapshot(repo: str, revision: str | None, token: str | bool | None, patterns: list[str]) -> Path:

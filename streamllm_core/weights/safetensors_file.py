@@ -1,11 +1,12 @@
 """One safetensors file: its header checked in full, its tensors mapped from disk without a copy.
 
 The format (https://github.com/huggingface/safetensors#format): eight bytes with the header's length, a JSON header
-that gives each tensor's type, shape and byte range, then the bytes. The file is mapped here rather than opened with
-the safetensors package for three reasons: the mapping is read-only, so that the kernel does not count it as memory
-that might be written, and a file larger than RAM maps at all; pages can be given back one tensor at a time
-(`release`), so that reading a model from disk for hours does not show as gigabytes of resident memory; and a torn
-file is reported by name before anything is computed.
+that gives each tensor's type, shape and byte range, then the bytes. The file is read here rather than with the
+safetensors package for two reasons: how it is mapped (``MappedFile``), and that a torn file is reported by name before
+anything is computed.
+
+A file of ours may hold packed tensors, as one row of bytes each. Its metadata then has, under ``PACKED_KEY``, the
+format and the shape of each of them as JSON, and under ``NAMES_KEY`` "modules" if its names are those of the modules.
 """
 
 from __future__ import annotations
@@ -13,18 +14,17 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import mmap
 import os
 import struct
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from streamllm_core.errors import ModelError
+from streamllm_core.quantization import FORMATS, Format, expand
+from streamllm_core.weights.mapped_file import MappedFile
 from streamllm_core.weights.reading import FileRange
 
 DTYPES: dict[str, torch.dtype] = {
@@ -45,6 +45,7 @@ DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+PACKED_KEY, NAMES_KEY = "streamllm.packed", "streamllm.names"
 _MAX_HEADER = 100_000_000  # the format's own limit; a larger length means that this is no safetensors file
 
 
@@ -79,15 +80,20 @@ class SafetensorsFile:
         self.size = status.st_size
         self.mtime_ns = status.st_mtime_ns
         self.header_sha256 = hashlib.sha256(header).hexdigest()
-        self.entries = _parse(path, header, 8 + length)
+        described = _described(path, header)
+        metadata = described.pop("__metadata__", {})
+        self.entries = {name: _entry(path, name, value, 8 + length) for name, value in described.items()}
         data_end = max((entry.offset + entry.nbytes for entry in self.entries.values()), default=8 + length)
         if data_end != self.size:
             raise _corrupt(path, f"its header describes {data_end:,} bytes, the file has {self.size:,}")
-        self._lock = threading.Lock()
-        self._map: mmap.mmap | None = None
+        self.packed = _packed(path, metadata, self.entries)
+        self.module_names = metadata.get(NAMES_KEY) == "modules"
+        self._mapped = MappedFile(path, self.size)
 
     def header(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         """Type and shape of a tensor, from the header alone."""
+        if name in self.packed:
+            return torch.float32, self.packed[name][1]
         entry = self.entries[name]
         dtype = DTYPES.get(entry.dtype)
         if dtype is None:
@@ -98,74 +104,60 @@ class SafetensorsFile:
         """The tensor as a view of the mapped file; its bytes are read when they are first touched.
 
         It must not be written to: the mapping is read-only, and the operating system ends a process that tries.
+        The values of a packed tensor are expanded, into float32.
         """
         dtype, shape = self.header(name)
+        if name in self.packed:
+            out = torch.empty(shape)
+            expand(self.packed[name][0], self.raw(name), out)
+            return out
         entry = self.entries[name]
         if entry.nbytes == 0:
             return torch.empty(shape, dtype=dtype)
-        raw = _as_tensor(self._mapped(), entry)
+        raw = self.raw(name)
         if entry.offset % dtype.itemsize:  # the format permits it; a typed view needs alignment, so this one is copied
             raw = raw.clone()
         return raw.view(dtype).view(shape)
 
     def range(self, name: str) -> FileRange:
-        """Where the tensor's bytes lie."""
+        """Where the tensor's stored bytes lie."""
         entry = self.entries[name]
         return FileRange(self.path, entry.offset, entry.nbytes, self.mtime_ns)
 
-    def release(self, name: str) -> None:
-        """Give back the process's pages of this tensor; later reads fetch them from the page cache or the disk.
-
-        Only pages that belong to the tensor alone go: a page it shares with a neighbour may be in use there.
-        """
-        advice = getattr(mmap, "MADV_DONTNEED", None)
+    def raw(self, name: str) -> torch.Tensor:
+        """The stored bytes, uint8 [nbytes], as a view of the mapped file; same warning."""
         entry = self.entries[name]
-        start = -(-entry.offset // mmap.PAGESIZE) * mmap.PAGESIZE
-        stop = (entry.offset + entry.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-        if advice is not None and start < stop:
-            self._mapped().madvise(advice, start, stop - start)
+        return self._mapped.bytes(entry.offset, entry.nbytes)
 
-    def _mapped(self) -> mmap.mmap:
-        with self._lock:
-            if self._map is None:
-                self._map = _map_file(self.path, self.size)
-            return self._map
+    def release(self, name: str) -> None:
+        """Give back the process's pages of this tensor; later reads fetch them from the page cache or the disk."""
+        entry = self.entries[name]
+        self._mapped.release(entry.offset, entry.nbytes)
 
 
-def _map_file(path: Path, size: int) -> mmap.mmap:
-    try:
-        with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size != size:
-                raise _corrupt(path, "its size has changed since it was opened")
-            return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be mapped into memory ({error.strerror})") from error
-
-
-class _Exposed:
-    """Bytes of a read-only mapping, which it keeps, in a form that torch takes without warning about writes."""
-
-    def __init__(self, mapped: mmap.mmap, entry: TensorEntry) -> None:
-        self._bytes = np.frombuffer(
-            mapped, dtype=np.uint8, count=entry.nbytes, offset=entry.offset
-        )  # keeps the mapping
-        address, _ = self._bytes.__array_interface__["data"]
-        self.__array_interface__ = self._bytes.__array_interface__ | {"data": (address, False)}
-
-
-def _as_tensor(mapped: mmap.mmap, entry: TensorEntry) -> torch.Tensor:
-    return torch.from_numpy(np.asarray(_Exposed(mapped, entry)))
-
-
-def _parse(path: Path, header: bytes, data_start: int) -> dict[str, TensorEntry]:
+def _described(path: Path, header: bytes) -> dict[str, Any]:
     try:
         described = json.loads(header)
     except ValueError as error:
         raise _corrupt(path, f"its header is not JSON ({error})") from error
-    if not isinstance(described, dict):
+    if not isinstance(described, dict) or not isinstance(described.get("__metadata__", {}), dict):
         raise _corrupt(path, "its header is not a JSON object")
-    described.pop("__metadata__", None)
-    return {name: _entry(path, name, value, data_start) for name, value in described.items()}
+    return described
+
+
+def _packed(
+    path: Path, metadata: dict[str, Any], entries: dict[str, TensorEntry]
+) -> dict[str, tuple[Format, tuple[int, ...]]]:
+    """Format and shape of the packed tensors."""
+    try:
+        described = json.loads(metadata.get(PACKED_KEY, "{}"))
+        packed = {name: (FORMATS[kind], tuple(map(int, shape))) for name, (kind, shape) in described.items()}
+        whole = all(entries[name].nbytes == format.nbytes(shape) for name, (format, shape) in packed.items())
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise _corrupt(path, f"its list of packed tensors cannot be read ({error})") from error
+    if not whole:
+        raise _corrupt(path, "its packed tensors are not of the sizes that its metadata says")
+    return packed
 
 
 def _entry(path: Path, name: str, value: Any, data_start: int) -> TensorEntry:

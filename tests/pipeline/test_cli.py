@@ -237,6 +237,31 @@ def test_written_notes_into_parquet(tmp_path: Path, tiny_model: Path) -> None:
     assert short["error"] is None
 
 
+def test_drafts_change_nothing_but_the_speed(tmp_path: Path, tiny_model: Path) -> None:
+    write_jsonl(tmp_path / "in.jsonl", [{"text": text_of(seed, 12)} for seed in range(2)])
+
+    def written(name: str, *options: object) -> bytes:
+        done = run_here(
+            "summarize", tmp_path / "in.jsonl", tmp_path / name, "--model", tiny_model, "--style", "notes",
+            "--dtype", "float32", "--max-new-tokens", 12, "--segment-tokens", 200, "--window", 420, *options,
+        )  # fmt: skip
+        assert done.code == 0, done.err
+        return (tmp_path / name).read_bytes()
+
+    plain = written("plain.jsonl")
+    assert written("ngrams.jsonl", "--draft-tokens", 5) == plain
+    assert written("model.jsonl", "--draft-model", tiny_model, "--vram", "1GB") == plain
+    assert written("plain.jsonl", "--draft-tokens", 3) == plain  # the same job: it is not refused as another one
+
+
+def test_a_draft_model_without_drafts_is_refused(tmp_path: Path, tiny_model: Path) -> None:
+    write_jsonl(tmp_path / "in.jsonl", rows_of(1))
+    paths = (tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    failed = run_here("summarize", *paths, "--model", tiny_model, "--draft-model", tiny_model, "--draft-tokens", 0)
+    assert failed.code == 3
+    assert "--draft-tokens 0" in failed.err
+
+
 def test_a_text_file_is_read_whole_and_offsets_are_bytes(tmp_path: Path, tiny_model: Path) -> None:
     text = "Überfahrt. " + text_of(3, 30)
     with gzip.open(tmp_path / "town.txt.gz", "wt", encoding="utf-8") as file:

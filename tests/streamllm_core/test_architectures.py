@@ -222,13 +222,13 @@ def test_dynamic_ntk_is_frozen_at_the_longest_length(tmp_path: Path) -> None:
     rotary = Rotary(stock.model.rotary_emb, length, [None] * 2)
     query, key = torch.randn(2, 1, 4, 20, 24, generator=torch.Generator().manual_seed(0))
     batch = MicroBatch([Run(slot=0, offset=0, count=20, start=5, sinks=0)], 0, torch.device("cpu"))
-    turned = rotary.rotate(attention, batch, query, key)
+    turned, _, turned_key = rotary.rotate(attention, batch, query, key)
 
     early = stock.model.rotary_emb(query, batch.positions[None])
     late = stock.model.rotary_emb(query, torch.arange(length)[None])
     assert (early[0] - late[0][:, 5:25]).abs().max() > 0.1
     expected_pair = apply_rotary_pos_emb(query, key, *(table[:, 5:25] for table in late))
-    for actual, expected in zip(turned, expected_pair, strict=True):
+    for actual, expected in zip((turned, turned_key), expected_pair, strict=True):
         assert_close(actual, expected, 1e-4)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from streamllm_core import AutoModel, ModelError, StreamingModel, WindowError
+from streamllm_core.memory.budget import KVCacheSizingManager
 from tests.streamllm_core.tiny_engines import random_tokens
 from tests.streamllm_core.tiny_llama import write_llama
 from tests.streamllm_core.tiny_models import load_stock
@@ -114,7 +116,10 @@ def test_more_rows_than_fit_take_turns(folder: Path, device: str, monkeypatch: p
     model = AutoModel.from_pretrained(folder, device=device, dtype="float32")
     rows = ids(*(text(9, seed) for seed in range(5)))
     wanted = model.generate(rows, max_new_tokens=8)
-    monkeypatch.setattr("streamllm_core.engine.fit_streams", lambda *_: 2)
+    batch = KVCacheSizingManager.batch
+    monkeypatch.setattr(
+        KVCacheSizingManager, "batch", lambda self, place, demand: batch(self, place, replace(demand, streams=2))
+    )
     assert torch.equal(model.generate(rows, max_new_tokens=8), wanted)
 
 

@@ -20,25 +20,39 @@ def random_runs(chance: random.Random) -> list[Run]:
     ]
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_micro_batches_cut_a_pass_into_all_its_rows_in_order(seed: int) -> None:
+@pytest.mark.parametrize("chunk", [None, 1, 4, 100])
+@pytest.mark.parametrize("seed", range(30))
+def test_micro_batches_hold_each_token_of_a_pass_once(seed: int, chunk: int | None) -> None:
     chance = random.Random(seed)
     runs, limit = random_runs(chance), chance.randint(1, 25)
-    wanted = [(run.slot, token, run.sinks) for run in runs for token in range(run.start, run.stop)]
+    asked = [(run.slot, token, run.sinks) for run in runs for token in range(run.start, run.stop)]
 
-    batches = micro_batches(runs, limit, CPU)
+    batches = micro_batches(runs, limit, CPU, chunk)
 
-    rows = []
+    found: list[tuple[int, int, int]] = []
+    places: list[int] = []
     for batch in batches:
-        assert batch.first == len(rows)
+        assert batch.first == len(found)
         assert batch.tokens <= limit
         assert [run.offset for run in batch.runs] == [
             sum(run.count for run in batch.runs[:index]) for index in range(len(batch.runs))
         ]
         assert all(run.count > 0 and run.holes == ((12, 14),) for run in batch.runs)
-        rows += zip(batch.slots.tolist(), batch.positions.tolist(), batch.sinks.tolist(), strict=True)
-    assert rows == wanted
-    assert all(batch.tokens == limit for batch in batches[:-1])  # no room is left unused
+        for slot in {run.slot for run in batch.runs}:
+            assert sum(run.count for run in batch.runs if run.slot == slot) <= (chunk or limit)
+        found += zip(batch.slots.tolist(), batch.positions.tolist(), batch.sinks.tolist(), strict=True)
+        places += [place for rows in batch.taken for place in rows]
+    assert [asked[place] for place in places] == found  # each row is the token that it says it is
+    assert sorted(places) == list(range(len(asked)))
+    for run in runs:  # keys are written before they are attended to
+        assert [token for slot, token, _ in found if slot == run.slot] == list(range(run.start, run.stop))
+    if chunk is None or chunk >= limit:
+        assert all(batch.tokens == limit for batch in batches[:-1])  # no room is left unused
+
+
+def test_short_pieces_of_many_streams_share_a_micro_batch() -> None:
+    batches = micro_batches([Run(slot, 0, 6, 0, 0) for slot in range(4)], 12, CPU, 3)
+    assert [batch.tokens for batch in batches] == [12, 12]
 
 
 @pytest.mark.parametrize("seed", range(20))

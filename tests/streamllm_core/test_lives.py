@@ -1,17 +1,19 @@
 """Random lives of many streams in one engine, each token of them checked against the dense float64 model.
 
-Read together, ask, fork, evict, save and restore, close, with NaN in every free slot: in any order.
+Read together, ask, write, fork, evict, save and restore, close, with NaN in every free slot: in any order. Answers are
+drafted ahead, more wrong than right.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 
-from streamllm_core import Engine, Request, Stream, StreamingModel
+from streamllm_core import Engine, ModelDrafter, Request, Stream, StreamingModel
 from streamllm_core.cache import MAX_HOLES
 from tests.streamllm_core.dense_reference import DenseLlama, Eviction
 from tests.streamllm_core.tiny_engines import HEADROOM, WINDOW, fill, run, small_engine
@@ -42,7 +44,8 @@ class World:
 
     def live(self) -> None:
         """One random event."""
-        acts = [self._read, self._read, self._read, self._ask, self._fork, self._evict, self._move, self._close]
+        acts = [self._read, self._read, self._read, self._ask, self._write, self._fork, self._evict, self._move]
+        acts.append(self._close)
         act = self._chance.choice(acts)
         if not self.lives or (self.engine.free_streams and self._chance.random() < 0.2):
             act = self._open
@@ -79,6 +82,15 @@ class World:
         for other, reading in zip(others, beside, strict=True):
             other.tokens += reading.tokens
             self._check(other, reading)
+
+    def _write(self) -> None:
+        """Answers that stay, of several streams together."""
+        lives = self._chance.sample(self.lives, self._chance.randint(1, len(self.lives)))
+        requests = [Request(life.stream, self._text(2), max_new_tokens=self._chance.randint(1, 9)) for life in lives]
+        run(self.engine, *requests)
+        for life, request in zip(lives, requests, strict=True):
+            life.tokens += [*request.tokens, *request.generated[:-1]]  # the last token is never read
+            assert life.stream.length == len(life.tokens)
 
     def _fork(self) -> None:
         if self.engine.free_streams:
@@ -127,12 +139,31 @@ class World:
         return [self._chance.randrange(97) for _ in range(count)]
 
 
+class Careless(ModelDrafter):
+    """Proposes what the model itself would say, but forgets what it is doing."""
+
+    def __init__(self, model: StreamingModel, seed: int) -> None:
+        super().__init__(model, STREAMS)
+        self._chance = random.Random(seed)
+
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
+        proposals = super().propose(requests, most)
+        for proposal in proposals:
+            if proposal and self._chance.random() < 0.7:
+                proposal[self._chance.randrange(len(proposal))] = self._chance.randrange(97)
+        return proposals
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_happens_every_token_is_read_as_by_the_dense_model(
     llama: StreamingModel, dense: DenseLlama, seed: int
 ) -> None:
-    engine = small_engine(llama, streams=STREAMS, pass_tokens=20 + seed, micro_tokens=3 + 2 * seed)
+    engine = small_engine(
+        llama, streams=STREAMS, pass_tokens=20 + seed, micro_tokens=3 + 2 * seed, draft_tokens=2 + seed
+    )
+    Careless(llama, seed).attach(engine)
     world = World(engine, dense, seed)
     for _ in range(40):
         world.live()
     assert world.checked > 200
+    assert 0 < engine.tokens_accepted < engine.tokens_drafted

@@ -82,7 +82,7 @@ def test_snapshots_have_one_size_however_much_was_read(llama: StreamingModel) ->
         sizes.add(sum(tensor.nbytes for tensor in tensors.values()))
         assert all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors.values())
     per_layer = 2 * 2 * 8 * 4 * (SINKS + 24)  # keys and values, 2 heads of 8, float32
-    assert sizes == {3 * per_layer + 32 * 4 + 2 * 8}  # … last hidden state; length and sinks
+    assert sizes == {3 * per_layer + 32 * 4 + 24 * 4 + 2 * 8}  # … last hidden state; ids; length and sinks
 
 
 def test_a_stream_on_an_excursion_is_not_saved(llama: StreamingModel) -> None:

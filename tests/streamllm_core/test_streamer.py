@@ -14,6 +14,7 @@ from transformers.models.llama import modeling_llama
 
 from streamllm_core import AutoModel, StreamingModel
 from streamllm_core.links import CudaLink, Link, ReaderLink
+from streamllm_core.loading import Loader
 from streamllm_core.memory.scratchpad import GPUScratchpadPool
 from tests.streamllm_core.tiny_engines import SINKS, random_tokens, small_engine
 from tests.streamllm_core.tiny_llama import write_llama
@@ -67,13 +68,13 @@ Resident = Callable[..., list[Tensor]]
 @pytest.fixture
 def hostile(folders: Callable[[int], Path], device: str, monkeypatch: pytest.MonkeyPatch) -> Hostile:
     """Load a tiny Llama whose transfers go over a HostileLink."""
-    link = StreamingModel._link
+    link = Loader._link
 
     def load(layers: int, dropped: set[int] | None = None, poison: bool = True, **options: Any) -> StreamingModel:
-        def wrapped(model: StreamingModel, checkpoint: Any, streamed: Any, pool: GPUScratchpadPool) -> Any:
-            return HostileLink(link(model, checkpoint, streamed, pool), pool, dropped or set(), poison)
+        def wrapped(loader: Loader, pool: GPUScratchpadPool) -> Any:
+            return HostileLink(link(loader, pool), pool, dropped or set(), poison)
 
-        monkeypatch.setattr(StreamingModel, "_link", wrapped)
+        monkeypatch.setattr(Loader, "_link", wrapped)
         return AutoModel.from_pretrained(folders(layers), device=device, dtype="float32", **options)
 
     return load
@@ -274,10 +275,8 @@ def test_persistent_buffers_stream_like_parameters(
         return AutoModel.from_pretrained(folder, device=device, dtype="float32", **options)
 
     wanted = passes(load(resident_layers=3))
-    link = StreamingModel._link
-    monkeypatch.setattr(
-        StreamingModel, "_link", lambda model, a, b, pool: HostileLink(link(model, a, b, pool), pool, set(), poison)
-    )
+    link = Loader._link
+    monkeypatch.setattr(Loader, "_link", lambda loader, pool: HostileLink(link(loader, pool), pool, set(), poison))
     streamed = load(resident_layers=0)
     assert same(passes(streamed), wanted)
     assert not same(passes(load(resident_layers=3)), passes(_plain(folders(3), device)))  # the buffers do matter
