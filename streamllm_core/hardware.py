@@ -63,9 +63,9 @@ def memory_rate(device: torch.device, nbytes: int = COPY_BYTES) -> float:
 
 def file_rate(path: Path, nbytes: int) -> float:
     """Bytes a second of reading the beginning of a file as layers are read, after it was dropped from the page cache.
-    Raises ModelError."""
-    drop_from_page_cache(path)
+    Raises OSError, ModelError."""
     size = min(nbytes, path.stat().st_size)
+    drop_from_page_cache(path, size)
     block = torch.empty(min(size, COPY_BYTES), dtype=torch.uint8).fill_(1)
     reader = RangeReader()
     begin = time.perf_counter()
@@ -124,7 +124,7 @@ class LinkRates:
     @staticmethod
     def measure(device: torch.device, dtype: torch.dtype, file: Path | None = None) -> LinkRates:
         """A quick probe, below half a second on a GPU. ``file``: one of the model's, whose beginning is read to
-        measure its disk; without it COMMON_DISK is assumed. Raises ModelError when it cannot be read."""
+        measure its disk; without it COMMON_DISK is assumed. Raises OSError, ModelError when it cannot be read."""
         host = torch.empty(PROBE_BYTES, dtype=torch.uint8).fill_(1)
         card = torch.empty_like(host, device=device)
         locked = host.pin_memory() if device.type == "cuda" else host

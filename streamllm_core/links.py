@@ -87,9 +87,9 @@ class StagedLink:
 
     Reader threads read those layers in their cyclic order, as many ahead as there are buffers, and read into a buffer
     again when the copy out of it is done; there are two, so that the disk does not idle while the last bytes of a layer
-    arrive. An issuing thread queues the copies in the order of ``start``, each
-    as soon as its bytes are in RAM: so the transfer stream never holds a copy back for one that nobody needs yet.
-    Only the computing thread changes the link's state; the other threads know it by futures, which carry errors, too.
+    arrive. An issuing thread queues the copies in the order of ``start``, each as soon as its bytes are in RAM: so the
+    transfer stream never holds a copy back for one that nobody needs yet. Only the computing thread changes the link's
+    state; the other threads know it by futures, which carry errors, too.
 
     When a layer is wanted out of turn (a pass broke off), the ring starts anew at that layer.
     """
@@ -114,7 +114,7 @@ class StagedLink:
         self._issuer = ThreadPoolExecutor(1, thread_name_prefix="layer-issuer")
         self._issued: list[Future[Event] | None] = [None] * SLOTS
         self._left: list[Future[Event] | None] = [None] * len(registry.staging)  # the last copy out of each buffer
-        self._stale: list[Future[None] | None] = [None] * len(registry.staging)  # the last read begun and not wanted
+        self._stale: list[Future[None] | None] = [None] * len(registry.staging)  # the last unwanted read that had begun
         self._ahead: deque[_Read] = deque()  # one for each buffer
         self._next = 0
         weakref.finalize(self, _stop, self._readers, self._issuer)

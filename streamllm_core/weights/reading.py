@@ -61,11 +61,12 @@ class RangeReader:
             future.result()
 
 
-def drop_from_page_cache(path: Path) -> None:
-    """Have the next read of a file come from the disk, where the system knows how to. What was written is synced."""
+def drop_from_page_cache(path: Path, nbytes: int = 0) -> None:
+    """Have the next read of a file's first bytes (0: all) come from the disk, where the system knows how to. What was
+    written is synced."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
-        _forget(file.fileno(), 0, 0)
+        _forget(file.fileno(), 0, nbytes)
 
 
 def _pieces(span: FileRange, target: Tensor) -> Iterable[tuple[FileRange, memoryview]]:

@@ -243,6 +243,36 @@ def test_a_reader_link_fills_slots_in_the_order_asked() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("layers", [3, 4])
+@pytest.mark.parametrize("limit", [0, 4])
+def test_a_card_finds_the_layers_that_it_waits_for(layers: int, limit: int) -> None:
+    """Slots that a long computation still reads, copies that take their time, and a reader that does, too."""
+    from streamllm_core.memory.bus import CudaBus
+
+    size = 2**24
+    device = torch.device("cuda", 0)
+    pool = GPUScratchpadPool(size, device)
+    registry = PinnedHostWeightRegistry(CudaBus(device), limit_bytes=limit * size)
+    sizes = dict.fromkeys(range(layers), size)
+    wanted = [layer_bytes(layer, size) for layer in sizes]
+    link = link_from_host(pool, sizes, registry, _reader(sizes, [], None))
+    busy = torch.randn(2048, 2048, device=device)
+    for turn in (0, 1):
+        link.start(turn % layers, turn % 2)
+    copies = []
+    for turn in range(5 * layers):
+        link.wait(turn % 2)
+        for _ in range(turn % 3 * 20):
+            busy = busy @ busy / 2048
+        copies.append(pool.slots[turn % 2].clone())
+        link.free(turn % 2)
+        link.start((turn + 2) % layers, turn % 2)
+    for turn, copy in enumerate(copies):
+        assert torch.equal(copy.cpu(), wanted[turn % layers])
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_memory_that_is_not_page_locked_is_refused() -> None:
     from streamllm_core.memory.bus import CudaBus
 
