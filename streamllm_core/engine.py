@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +20,8 @@ from streamllm_core.layout import Run, micro_batches
 from streamllm_core.memory.budget import Demand, KVCacheSizingManager
 from streamllm_core.request import Request
 from streamllm_core.rotary import Rotary
-from streamllm_core.sampling import choose
 from streamllm_core.scheduler import Work, add_drafts, plan_pass
+from streamllm_core.verification import Turn, head_batches
 
 if TYPE_CHECKING:
     from streamllm_core.model import StreamingModel
@@ -210,7 +211,7 @@ class Engine:
 
     def _step(self) -> list[Request]:
         works = self._plan()
-        drafted: dict[Request, _Turn] = {}
+        drafted: dict[Request, Turn] = {}
         if works:
             before = [work.request.stream.last_hidden for work in works]
             tap = _Tap(works)
@@ -222,11 +223,11 @@ class Engine:
                 if work.request.score and not work.request.decoding:
                     self._score(work, last, rows)
                 if work.drafts:
-                    drafted[work.request] = _Turn(work.request, work.tokens[1:], rows)
+                    drafted[work.request] = Turn(work.request, work.tokens[1:], rows)
                 work.request.absorb(work.tokens)
                 self.tokens_read += len(work.tokens) - work.drafts
         ready = [request for request in self._requests if request.fed == len(request.tokens)]
-        self._generate([drafted.get(request) or _Turn.plain(request) for request in ready])
+        self._generate([drafted.get(request) or Turn.plain(request) for request in ready])
         finished = [request for request in self._requests if request.finish_reason]
         self._requests = [request for request in self._requests if not request.finish_reason]
         for request in finished:
@@ -289,67 +290,32 @@ class Engine:
             work.request.logprobs.extend(chosen.tolist())
 
     @torch.inference_mode()
-    def _generate(self, turns: list[_Turn]) -> None:
+    def _generate(self, turns: list[Turn]) -> None:
         """Give each request its next tokens, or finish it."""
         wanting = [turn for turn in turns if turn.request.max_new_tokens]
-        for part in _parts(wanting, self.model.sizes.logit_rows):
-            logits = self.model.head(torch.cat([turn.hidden for turn in part]))
-            best = logits.argmax(-1).tolist()
-            row = 0
-            for turn in part:
-                rows = slice(row, row + len(turn.hidden))
-                self._accept(turn, logits[rows], best[rows])
-                row = rows.stop
+        greedy = [turn for turn in wanting if not turn.request.sampling.temperature]
+        if greedy:
+            best = iter(self.model.best(torch.cat([turn.hidden for turn in greedy])).tolist())
+            for turn in greedy:
+                tokens = list(islice(best, len(turn.hidden)))
+                self._count(turn, turn.accept(tokens.__getitem__))
+        sampled = [turn for turn in wanting if turn.request.sampling.temperature]
+        for batch in head_batches(sampled, self.model.sizes.logit_rows):
+            rows = iter(self.model.head(torch.cat([turn.hidden for turn in batch])))
+            for turn in batch:
+                self._count(turn, turn.accept(turn.drawn(list(islice(rows, len(turn.hidden))))))
         for turn in turns:
             if not turn.request.max_new_tokens:
                 turn.request.finish_reason = "length"
 
-    def _accept(self, turn: _Turn, logits: Tensor, best: list[int]) -> None:
-        """The model's choice behind each of the turn's tokens, as long as the drafts agree with it."""
-        request, kept = turn.request, 0
-        for kept, draft in enumerate((*turn.drafts, None)):
-            token = best[kept]
-            if request.sampling.temperature:
-                token = choose(logits[kept], request.sampling, len(request.generated))
-            request.accept(token)
-            self.tokens_generated += 1
-            if request.finish_reason or token != draft:
-                break
+    def _count(self, turn: Turn, kept: int) -> None:
+        self.tokens_generated += kept + 1
+        self.tokens_read += kept
+        self.tokens_drafted += len(turn.drafts)
+        self.tokens_accepted += kept
         if turn.drafts:
-            request.stream.keep(kept, turn.hidden[kept])
-            request.most_drafts = adapted(request.most_drafts, len(turn.drafts), kept, self.draft_tokens)
-            self.tokens_drafted += len(turn.drafts)
-            self.tokens_accepted += kept
-            self.tokens_read += kept
-
-
-@dataclass(frozen=True)
-class _Turn:
-    """A request gains tokens: ``hidden`` [1 + drafts, hidden] of the stream's last token and of each drafted one."""
-
-    request: Request
-    drafts: Sequence[int]
-    hidden: Tensor
-
-    @classmethod
-    def plain(cls, request: Request) -> _Turn:
-        """Without drafts."""
-        assert request.stream.last_hidden is not None
-        return cls(request, (), request.stream.last_hidden[None])
-
-
-def _parts(turns: list[_Turn], most: int) -> Iterator[list[_Turn]]:
-    """As many turns together as the head takes rows."""
-    part: list[_Turn] = []
-    rows = 0
-    for turn in turns:
-        if part and rows + len(turn.hidden) > most:
-            yield part
-            part, rows = [], 0
-        part.append(turn)
-        rows += len(turn.hidden)
-    if part:
-        yield part
+            limit = turn.request.most_drafts
+            turn.request.most_drafts = adapted(limit, len(turn.drafts), kept, self.draft_tokens)
 
 
 class _Tap:

@@ -14,9 +14,9 @@ from tests.streamllm_core.tiny_llama import write_llama
 ANSWERS = (30, 12, 21)
 
 
-def wide_engine(model: StreamingModel, draft_tokens: int = 0) -> Engine:
+def wide_engine(model: StreamingModel, draft_tokens: int = 0, window: int = WINDOW) -> Engine:
     """With a window that shows all of these texts, so that a model drafts well for itself."""
-    return small_engine(model, window=WINDOW, draft_tokens=draft_tokens, pass_tokens=100)
+    return small_engine(model, window=window, draft_tokens=draft_tokens, pass_tokens=100)
 
 
 def drafted_engine(model: StreamingModel, small: StreamingModel, streams: int = 4) -> tuple[Engine, ModelDrafter]:
@@ -136,7 +136,8 @@ def test_a_pass_of_the_small_model_that_broke_off(
 
 
 def test_a_text_that_has_moved_on_by_more_than_the_window_is_begun_anew(llama: StreamingModel) -> None:
-    engine, drafter = drafted_engine(llama, llama)
+    engine, drafter = wide_engine(llama, 4, window=4 * WINDOW), ModelDrafter(llama, 1)
+    drafter.attach(engine)
     stream = engine.open(sinks=SINKS)
     run(engine, Request(stream, random_tokens(40), max_new_tokens=6))
     run(engine, Request(stream, random_tokens(600, 1)))
