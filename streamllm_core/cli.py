@@ -104,7 +104,9 @@ def bench(
     resident_layers: Annotated[
         int | None, typer.Option(min=0, help="Layers that stay. Default: none for passes, the plan's for a job.")
     ] = None,
-    vram: Annotated[str | None, typer.Option(help="Memory budget of a job, for example 4GB.")] = None,
+    vram: Annotated[
+        str | None, typer.Option(help="Memory budget, for example 4GB: put the plan for it to the test.")
+    ] = None,
     documents: Annotated[int | None, typer.Option(min=1, help="Run a whole job of so many documents.")] = None,
     document_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each document.")] = 16_384,
     answer_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated for each document.")] = 128,
@@ -115,9 +117,9 @@ def bench(
     plot: Annotated[Path | None, typer.Option(help="Also draw the result into this file (.png, .svg, .pdf).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Time passes over random weights, one after the other and prefetched, against max(transfer, compute); with
-    --documents a whole job against its roofline."""
-    from streamllm_core.bench import job, passes, plots
+    """Time passes over random weights, one after the other and prefetched, against max(transfer, compute); with --vram
+    the fullest passes of a plan against its prediction; with --documents a whole job against its roofline."""
+    from streamllm_core.bench import job, passes, planned, plots
     from streamllm_core.bench.shapes import SHAPES, Shape, random_model
     from streamllm_core.engine import UNLIMITED
 
@@ -126,22 +128,25 @@ def bench(
     if plot is not None:
         plots.require()
     shape = SHAPES[model_shape] if model_shape else Shape.of_width(layers, hidden_dim)
-    if documents is None:
-        with random_model(
-            shape, device=device, dtype=dtype, quantize=quantize, vram=UNLIMITED, resident=resident_layers or 0
-        ) as model:
-            rows = list(passes.bench(model, shape, seq_len or [128], window=window))
-        typer.echo(passes.as_json(rows) if as_json else passes.table(rows))
-        draw = partial(plots.passes, rows)
-    else:
+    load = partial(random_model, shape, device=device, dtype=dtype, quantize=quantize)
+    if documents is not None:
         work = job.Work(documents, document_tokens, answer_tokens)
         config = work.config(window, cast("KVDtype", kv_dtype))
-        with random_model(
-            shape, device=device, dtype=dtype, quantize=quantize, vram=vram, resident=resident_layers, expected=config
-        ) as model:
+        with load(vram=vram, resident=resident_layers, expected=config) as model:
             result = job.bench_job(model, shape, config, work)
         typer.echo(job.as_json(result, work) if as_json else job.table(result, work))
         draw = partial(plots.job, result)
+    elif vram is not None:
+        config = planned.config(window, cast("KVDtype", kv_dtype))
+        with load(vram=vram, resident=resident_layers, expected=config) as model:
+            check = planned.check(model, config)
+        typer.echo(planned.as_json(check) if as_json else planned.table(check))
+        draw = partial(plots.planned, check)
+    else:
+        with load(vram=UNLIMITED, resident=resident_layers or 0) as model:
+            rows = list(passes.bench(model, shape, seq_len or [128], window=window))
+        typer.echo(passes.as_json(rows) if as_json else passes.table(rows))
+        draw = partial(plots.passes, rows)
     if plot is not None:
         draw(plot)
     if model.device.type == "cpu" and not as_json:

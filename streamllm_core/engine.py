@@ -126,6 +126,11 @@ class Engine:
         return self.cache.free_slots
 
     @property
+    def requests(self) -> Sequence[Request]:
+        """Those that are not finished, in the order submitted."""
+        return tuple(self._requests)
+
+    @property
     def streams(self) -> int:
         return self.cache.slots
 

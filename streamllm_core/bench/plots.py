@@ -9,6 +9,7 @@ from typing import Any
 
 from streamllm_core.bench.job import JobTime
 from streamllm_core.bench.passes import PassTime
+from streamllm_core.bench.planned import PlanCheck
 from streamllm_core.errors import StreamLLMError
 
 
@@ -34,11 +35,28 @@ def job(result: JobTime, path: Path) -> None:
     figure, axes = _figure(2)
     axes[0].bar(["time", "roofline"], [result.seconds, result.roofline])
     axes[0].set(ylabel="seconds")
-    axes[1].bar(
-        ["peak", "plan", "budget"], [size / 1e9 for size in (result.peak_bytes, result.plan_bytes, result.budget)]
-    )
-    axes[1].set(ylabel="GB")
+    _memory(axes[1], result.peak_bytes, result.plan_bytes, result.budget)
     figure.savefig(path)
+
+
+def planned(result: PlanCheck, path: Path) -> None:
+    """Tokens a second beside their prediction, and memory beside the plan."""
+    figure, axes = _figure(2)
+    speeds = {
+        "reading": result.prefill,
+        "predicted": result.predicted_prefill,
+        "generating": result.decode,
+        "predicted ": result.predicted_decode,
+    }
+    axes[0].bar(list(speeds), list(speeds.values()))
+    axes[0].set(ylabel="tokens a second", yscale="log")
+    _memory(axes[1], result.peak, result.plan, result.budget)
+    figure.savefig(path)
+
+
+def _memory(axes: Any, peak: int, plan: int, budget: int) -> None:
+    axes.bar(["peak", "plan", "budget"], [size / 1e9 for size in (peak, plan, budget)])
+    axes.set(ylabel="GB")
 
 
 def _figure(columns: int = 1) -> Any:

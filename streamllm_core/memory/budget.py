@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from streamllm_core.hardware import LinkRates
 
 # Share of the measured rate of square products that whole layers reach, attention and elementwise work included.
-EFFICIENCY = 0.75
+EFFICIENCY = 0.7
 LAUNCH_SECONDS = 5e-5  # to set one layer to work on one micro-batch
 
 

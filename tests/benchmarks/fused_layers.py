@@ -26,6 +26,7 @@ from streamllm_core.engine import UNLIMITED, EngineConfig
 from streamllm_core.fusion import Kernels, kernels_for
 from streamllm_core.hardware import median_seconds
 from streamllm_core.kernels import sink_window, sink_window_torch
+from streamllm_core.kernels.scoring import Scoring
 from streamllm_core.layout import Run, micro_batches
 from streamllm_core.model import StreamingModel
 
@@ -117,7 +118,7 @@ def limit(model: StreamingModel, tokens: int, place: dict[str, Any]) -> Callable
     def run() -> None:
         for linear in linears:
             linear(inputs[linear.in_features])
-        kernel.attend(ring, batch, query, query, HEAD_DIM**-0.5, None, None)
+        kernel.attend(ring, batch, query, query, Scoring(HEAD_DIM**-0.5, None, None))
 
     return run
 

@@ -1,0 +1,100 @@
+"""A plan put to the test: passes as full as it says, their speed beside the prediction, their peak beside the plan."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+
+from streamllm_core.engine import Engine, EngineConfig
+from streamllm_core.kv_storage import KVDtype
+from streamllm_core.model import StreamingModel
+from streamllm_core.request import Request
+
+PREFILL_PASSES = 4
+DECODE_PASSES = 12
+SINKS = 4
+
+
+@dataclass(frozen=True)
+class PlanCheck:
+    """Bytes, and tokens a second."""
+
+    budget: int
+    plan: int
+    peak: int
+    resident_layers: int
+    streams: int
+    pass_tokens: int
+    predicted_prefill: float
+    prefill: float
+    predicted_decode: float
+    decode: float
+
+
+def config(window: int, kv_dtype: KVDtype) -> EngineConfig:
+    """The engine that is checked: nothing is drafted, so that a pass generates one token for each stream."""
+    return EngineConfig(window, SINKS, excursion=0, draft_tokens=0, kv_dtype=kv_dtype)
+
+
+def check(model: StreamingModel, wanted: EngineConfig) -> PlanCheck:
+    """Fill every stream and every pass: first reading, then generating."""
+    on_card = model.device.type == "cuda"
+    if on_card:
+        torch.cuda.reset_peak_memory_stats(model.device)
+    engine = model.engine(wanted)
+    plan = engine.plan
+    batching = plan.batching
+    each = -(-batching.pass_tokens * (PREFILL_PASSES + 2) // batching.streams)
+    for _ in range(batching.streams):
+        text = torch.randint(model.config.vocab_size, (each,)).tolist()
+        engine.submit(Request(engine.open(sinks=SINKS), text, max_new_tokens=DECODE_PASSES + 4))
+    engine.step()  # kernels are compiled, libraries loaded
+    prefill = _speed(engine, lambda engine: engine.tokens_read, PREFILL_PASSES)
+    while any(request.pending is None for request in engine.requests):
+        engine.step()
+    decode = _speed(engine, lambda engine: engine.tokens_generated, DECODE_PASSES)
+    return PlanCheck(
+        budget=plan.budget,
+        plan=plan.total,
+        peak=torch.cuda.max_memory_allocated(model.device) if on_card else 0,
+        resident_layers=len(plan.resident),
+        streams=batching.streams,
+        pass_tokens=batching.pass_tokens,
+        predicted_prefill=plan.prediction.prefill,
+        prefill=prefill,
+        predicted_decode=plan.prediction.decode,
+        decode=decode,
+    )
+
+
+def _speed(engine: Engine, count: Callable[[Engine], int], passes: int) -> float:
+    before, start = count(engine), time.perf_counter()
+    for _ in range(passes):
+        engine.step()
+    if engine.model.device.type == "cuda":
+        torch.cuda.current_stream(engine.model.device).synchronize()
+    return (count(engine) - before) / (time.perf_counter() - start)
+
+
+def table(result: PlanCheck) -> str:
+    """The check for people."""
+    lines = {
+        "streams, tokens a pass": f"{result.streams}, {result.pass_tokens:,}",
+        "resident layers": str(result.resident_layers),
+        "reading": f"{result.prefill:,.0f} tokens/s, predicted {result.predicted_prefill:,.0f}: "
+        f"{result.prefill / result.predicted_prefill:.3f}",
+        "generating": f"{result.decode:,.0f} tokens/s, predicted {result.predicted_decode:,.0f}: "
+        f"{result.decode / result.predicted_decode:.3f}",
+        "plan / budget": f"{result.plan / 1e9:.2f} / {result.budget / 1e9:.2f} GB = {result.plan / result.budget:.3f}",
+    }
+    if result.peak:
+        lines["peak / plan"] = f"{result.peak / 1e9:.2f} / {result.plan / 1e9:.2f} GB = {result.peak / result.plan:.3f}"
+    return "\n".join(f"{name:<26}{value}" for name, value in lines.items())
+
+
+def as_json(result: PlanCheck) -> str:
+    return json.dumps(asdict(result))
