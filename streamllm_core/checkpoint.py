@@ -222,5 +222,7 @@ def parameter_count(source: WeightSource) -> int:
 
 
 def _stored_bytes(source: WeightSource) -> int:
-    """Size on disk; 0 when the source is not on disk."""
-    return sum(source.range(name).nbytes for name in source.names()) if isinstance(source, FileSource) else 0
+    """Size on disk, of what is read from there without a mapping."""
+    if not isinstance(source, FileSource):
+        return 0
+    return sum(span.nbytes for name in source.names() if (span := source.range(name)) is not None)

@@ -18,6 +18,7 @@ from streamllm_core.weights.gguf_file import GGUFFile, GGUFTensor
 from streamllm_core.weights.gguf_source import cache_key, recorded_fingerprint
 from streamllm_core.weights.gguf_tensors import TensorPlan
 from streamllm_core.weights.mapped_file import MappedFile
+from streamllm_core.weights.reading import FileRange
 
 _PLAIN = {
     GGMLQuantizationType.F32: torch.float32,
@@ -59,6 +60,7 @@ class GGUFBlocks:
         self._file = model.file
         self._plans = {plan.name: plan for plan in model.plan.tensors}
         self._mapped = MappedFile(model.file.path, model.file.size)
+        self._mtime_ns = model.file.path.stat().st_mtime_ns
 
     def names(self) -> list[str]:
         """Names of all tensors as a checkpoint of the model has them."""
@@ -93,6 +95,13 @@ class GGUFBlocks:
         tensor, order = self._tensor(name), self._plan(name).order
         raw = self._mapped.bytes(tensor.offset, tensor.nbytes)
         return raw if order is None else raw.view(len(order), -1)[torch.from_numpy(order)].view(-1)
+
+    def range(self, name: str) -> FileRange | None:
+        """Where the tensor's bytes lie in the file; None when the file has its rows in another order."""
+        if self._plan(name).order is not None:
+            return None
+        tensor = self._tensor(name)
+        return FileRange(self._file.path, tensor.offset, tensor.nbytes, self._mtime_ns)
 
     def release(self, name: str) -> None:
         """Give back the memory pages of a tensor that has been copied elsewhere; it stays readable."""

@@ -66,8 +66,8 @@ class WeightSource(Protocol):
 class FileSource(Protocol):
     """A weight source may also tell where bytes lie, so that a layer can be read from disk without a mapping."""
 
-    def range(self, name: str) -> FileRange:
-        """The stored bytes of a tensor, packed or not."""
+    def range(self, name: str) -> FileRange | None:
+        """The stored bytes of a tensor, packed or not; None when they do not lie together in this order."""
         ...
 
 

@@ -37,7 +37,7 @@ def load_pinned(folder: Path, dtype: torch.dtype) -> tuple[int, object]:
     layouts = [ArenaLayout.of(layer) for layer in skeleton.layers]
 
     def read(index: int, block: Tensor) -> None:
-        checkpoint.fill(f"{skeleton.layers_prefix}{index}.", layouts[index].views(block))
+        checkpoint.fill(f"{skeleton.layers_prefix}{index}.", layouts[index], block)
 
     sizes = {index: layout.nbytes for index, layout in enumerate(layouts)}
     pool = GPUScratchpadPool(1, torch.device("cpu"))

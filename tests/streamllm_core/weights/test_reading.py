@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -102,8 +103,8 @@ def read_names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     read = Checkpoint._read_as_stored
 
-    def recorded(checkpoint: Checkpoint, prefix: str, views: dict[str, Tensor]) -> set[str]:
-        found = read(checkpoint, prefix, views)
+    def recorded(checkpoint: Checkpoint, *arguments: Any) -> set[str]:
+        found = read(checkpoint, *arguments)
         names.extend(found)
         return found
 
@@ -116,6 +117,7 @@ def test_layers_are_read_as_stored_where_nothing_is_converted(
     folders: Callable[[int], Path], read_names: list[str], dtype: str, direct: bool
 ) -> None:
     model = AutoModel.from_pretrained(folders(3), device="cpu", dtype=dtype, resident_layers=3)
+    read_names = [name for name in read_names if ".layers." in name]
     assert len(read_names) == (3 * 9 if direct else 0)
     stored = load_file(folders(3) / "model.safetensors")
     for index, layer in enumerate(model._skeleton.layers):

@@ -19,6 +19,8 @@ from streamllm_core.quantization import FORMATS, expand
 from streamllm_core.skeleton import Skeleton, read_config
 from streamllm_core.weights import gguf_blocks, open_source
 from streamllm_core.weights.gguf_tensors import unpermuted_rows
+from streamllm_core.weights.reading import RangeReader
+from streamllm_core.weights.source import FileSource
 
 PLAIN = {Q.F32: torch.float32, Q.F16: torch.float16, Q.BF16: torch.bfloat16}
 K_TYPES = [Q.Q4_K, Q.Q5_K, Q.Q6_K]
@@ -169,3 +171,19 @@ def test_many_threads(llama: Path) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(check, source.names() * 10))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_ranges_are_the_raw_bytes_where_rows_keep_their_order(name: str, tmp_path: Path) -> None:
+    write_gguf(random_model(CONFIGS[name]()), tmp_path / "tiny.gguf", Q.Q8_0)
+    source = open_source(tmp_path / "tiny.gguf", packed=True)
+    assert isinstance(source, FileSource)
+    spans = {tensor: source.range(tensor) for tensor in source.names()}
+    assert {tensor for tensor, span in spans.items() if span is None} <= {
+        tensor for tensor in spans if "q_proj" in tensor or "k_proj" in tensor
+    }
+    for tensor, span in spans.items():
+        if span is not None:
+            block = torch.empty(span.nbytes, dtype=torch.uint8)
+            RangeReader().read([(span, block)])
+            assert torch.equal(block, source.raw(tensor))
