@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from streamllm_core.bench.limits import link_bandwidth
 from streamllm_core.engine import Engine, EngineConfig
 from streamllm_core.kv_storage import KVDtype
 from streamllm_core.model import StreamingModel
@@ -21,7 +22,7 @@ SINKS = 4
 
 @dataclass(frozen=True)
 class PlanCheck:
-    """Bytes, and tokens a second."""
+    """Bytes, and tokens a second. ``transfer``: seconds that a generating pass's bytes take on the link alone."""
 
     budget: int
     plan: int
@@ -33,6 +34,12 @@ class PlanCheck:
     prefill: float
     predicted_decode: float
     decode: float
+    transfer: float
+
+    @property
+    def decode_pass(self) -> float:
+        """Seconds of a pass that generates a token for each stream."""
+        return self.streams / self.decode
 
 
 def config(window: int, kv_dtype: KVDtype) -> EngineConfig:
@@ -57,10 +64,14 @@ def check(model: StreamingModel, wanted: EngineConfig) -> PlanCheck:
     while any(request.pending is None for request in engine.requests):
         engine.step()
     decode = _speed(engine, lambda engine: engine.tokens_generated, DECODE_PASSES)
+    peak = 0
+    if on_card:
+        peak = torch.cuda.max_memory_allocated(model.device)
+    moved = plan.placement.bytes_per_pass if model.streamer.order else 0
     return PlanCheck(
         budget=plan.budget,
         plan=plan.total,
-        peak=torch.cuda.max_memory_allocated(model.device) if on_card else 0,
+        peak=peak,
         resident_layers=len(plan.resident),
         streams=batching.streams,
         pass_tokens=batching.pass_tokens,
@@ -68,6 +79,7 @@ def check(model: StreamingModel, wanted: EngineConfig) -> PlanCheck:
         prefill=prefill,
         predicted_decode=plan.prediction.decode,
         decode=decode,
+        transfer=moved / link_bandwidth(model) if moved else 0.0,
     )
 
 
@@ -91,9 +103,14 @@ def table(result: PlanCheck) -> str:
         f"{result.decode / result.predicted_decode:.3f}",
         "plan / budget": f"{result.plan / 1e9:.2f} / {result.budget / 1e9:.2f} GB = {result.plan / result.budget:.3f}",
     }
+    if result.transfer:
+        lines["generating pass / transfer"] = (
+            f"{1e3 * result.decode_pass:.1f} / {1e3 * result.transfer:.1f} ms = "
+            f"{result.decode_pass / result.transfer:.3f}"
+        )
     if result.peak:
         lines["peak / plan"] = f"{result.peak / 1e9:.2f} / {result.plan / 1e9:.2f} GB = {result.peak / result.plan:.3f}"
-    return "\n".join(f"{name:<26}{value}" for name, value in lines.items())
+    return "\n".join(f"{name:<28}{value}" for name, value in lines.items())
 
 
 def as_json(result: PlanCheck) -> str:

@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen3MoeConfig
 
 from streamllm_core.engine import EngineConfig
-from streamllm_core.errors import ModelError
 from streamllm_core.model import StreamingModel, resolve_device, resolve_dtype, sizing_manager
 from streamllm_core.quantization import Format
-from streamllm_core.quantization.formats import INT4, INT8, Int4, Int8
+from streamllm_core.quantization.formats import Int4, Int8
 from streamllm_core.skeleton import Skeleton
+from streamllm_core.weights.quantized import check_quantizer, format_for
 
 CONTEXT = 32_768
 SPREAD = 0.02  # of the weights, as models are initialised
@@ -115,7 +115,7 @@ class RandomSource:
         self._kept: dict[str, Tensor] = {}
         skeleton = Skeleton(config, dtype)
         self._shapes = {name: tuple(value.shape) for name, value in skeleton.causal.state_dict().items()}
-        self._formats = _packed(self._shapes, quantize, skeleton.name_of(skeleton.embedding))
+        self._formats = _packed(self._shapes, quantize, skeleton)
 
     def names(self) -> list[str]:
         return list(self._shapes)
@@ -147,19 +147,12 @@ class RandomSource:
         return value
 
 
-def _packed(shapes: dict[str, tuple[int, ...]], quantize: str | None, embedding: str) -> dict[str, Format]:
+def _packed(shapes: dict[str, tuple[int, ...]], quantize: str | None, skeleton: Skeleton) -> dict[str, Format]:
     if quantize is None:
         return {}
-    own: dict[str, Format] = {"int8": INT8, "int4": INT4}
-    if quantize not in own:
-        raise ModelError(f"weights cannot be quantized to '{quantize}'; known: {', '.join(own)}")
-    held = own[quantize]
-    routing = "mlp.gate.weight"
-    return {
-        name: INT8 if "layers" not in name else held
-        for name, shape in shapes.items()
-        if held.holds(shape) and not name.startswith(embedding) and not name.endswith(routing)
-    }
+    check_quantizer(quantize)
+    formats = {name: format_for(name, shape, skeleton, quantize) for name, shape in shapes.items()}
+    return {name: format for name, format in formats.items() if format is not None}
 
 
 def _random_packed(format: Format, shape: tuple[int, ...], device: torch.device) -> Tensor:
