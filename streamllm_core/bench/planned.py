@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from streamllm_core.bench.limits import link_bandwidth
+from streamllm_core.bench.passes import LONG_AGO
 from streamllm_core.engine import Engine, EngineConfig
 from streamllm_core.kv_storage import KVDtype
 from streamllm_core.model import StreamingModel
@@ -58,11 +59,14 @@ def check(model: StreamingModel, wanted: EngineConfig) -> PlanCheck:
     each = -(-batching.pass_tokens * (PREFILL_PASSES + 2) // batching.streams)
     for _ in range(batching.streams):
         text = torch.randint(model.config.vocab_size, (each,)).tolist()
-        engine.submit(Request(engine.open(sinks=SINKS), text, max_new_tokens=DECODE_PASSES + 4))
+        stream = engine.open(sinks=SINKS)
+        stream.length = stream.reach = LONG_AGO  # the window is full
+        engine.submit(Request(stream, text, max_new_tokens=DECODE_PASSES + 4))
     engine.step()  # kernels are compiled, libraries loaded
     prefill = _speed(engine, lambda engine: engine.tokens_read, PREFILL_PASSES)
     while any(request.pending is None for request in engine.requests):
         engine.step()
+    engine.step()
     decode = _speed(engine, lambda engine: engine.tokens_generated, DECODE_PASSES)
     peak = 0
     if on_card:

@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 
 # Share of the measured rate of square products that whole layers reach, attention and elementwise work included.
 EFFICIENCY = 0.7
-LAUNCH_SECONDS = 5e-5  # to set one layer to work on one micro-batch
+# What the host needs, beside the device: to set a layer to work on a micro-batch, to have a packed layer expanded, and
+# between two passes (tokens chosen, embeddings gathered), which nothing hides but transfers.
+LAUNCH_SECONDS = 6e-4
+EXPAND_SECONDS = 4e-4
+GAP_SECONDS = 8e-3
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,8 @@ class KVCacheSizingManager:
         finished = min(full / document, max(streams - 1, streams / (1 + answer)) / max(answer, 1))
         mixed = max(1.0, finished * document)
         prefill_transfer = placement.layer_bytes_per_pass / self.rates.host_to_device
-        decode_transfer = placement.bytes_per_pass / self.rates.host_to_device
+        # The head comes when the layers are through, and the next pass begins only behind it.
+        head_transfer = placement.bytes_per_pass / self.rates.host_to_device - prefill_transfer
         prefill_compute = self._compute_seconds(placement, batching, demand, full, 0)
         decode_compute = self._compute_seconds(placement, batching, demand, streams, streams)
         generating = min(float(streams), mixed * answer / document)
@@ -91,25 +96,25 @@ class KVCacheSizingManager:
         return Prediction(
             prefill_transfer,
             prefill_compute,
-            decode_transfer,
+            prefill_transfer + head_transfer,
             decode_compute,
             prefill=full / max(prefill_transfer, prefill_compute),
-            decode=streams / max(decode_transfer, decode_compute),
-            job=mixed / max(decode_transfer, mixed_compute),
+            decode=streams / (head_transfer + max(prefill_transfer, decode_compute)),
+            job=mixed / (head_transfer + max(prefill_transfer, mixed_compute)),
         )
 
     def _compute_seconds(
         self, placement: Placement, batching: Batching, demand: Demand, tokens: int, generating: float
     ) -> float:
-        """For a pass of so many tokens, of which ``generating`` streams have one each: operations or memory traffic,
-        whichever takes longer."""
+        """For a pass of so many tokens, of which ``generating`` streams have one each: operations, memory traffic or
+        the host, whichever takes longest."""
         sizes = placement.sizes
         operations = sizes.pass_operations(tokens, demand.window) / (self.rates.matmul * EFFICIENCY)
         traffic = sizes.weight_traffic(tokens, batching.micro_tokens) + generating * batching.stream_bytes
         if generating:
             traffic += sizes.head
-        launches = ceil(tokens / batching.micro_tokens) * len(sizes.layers) * LAUNCH_SECONDS
-        return max(operations, traffic / self.rates.memory) + launches
+        launches = ceil(tokens / batching.micro_tokens) * LAUNCH_SECONDS + (EXPAND_SECONDS if sizes.workspace else 0)
+        return max(operations, traffic / self.rates.memory, len(sizes.layers) * launches) + GAP_SECONDS
 
     def _refusal(self, placements: list[Placement], demand: Demand) -> BudgetError:
         """Everything at its smallest, added up."""

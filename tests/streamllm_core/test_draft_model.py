@@ -128,7 +128,7 @@ def test_a_pass_of_the_small_model_that_broke_off(
     engine.step()
     engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr(small, "head", lambda hidden: 1 / 0)
+        patch.setattr(small, "best", lambda hidden: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.step()
     run(engine)
