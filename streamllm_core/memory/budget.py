@@ -22,6 +22,9 @@ EFFICIENCY = 0.7
 LAUNCH_SECONDS = 6e-4
 EXPAND_SECONDS = 4e-4
 GAP_SECONDS = 8e-3
+# Fewer tokens of a stream, or in a layer, leave the units idle: only where memory is too small for more.
+FEW_TOKENS = 512
+FEWEST_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -60,22 +63,22 @@ class KVCacheSizingManager:
 
         Raises BudgetError, with the arithmetic and the smallest budget that would do, when nothing fits.
         """
-        placements = list(_placements(sizes, resident))
-        plans = [plan for place in placements for plan in self._plans(place, demand)]
-        if not plans:
-            raise self._refusal(placements, demand)
-        return max(plans, key=_preference)
+        return self._best(list(_placements(sizes, resident)), demand)
 
     def batch(self, placement: Placement, demand: Demand) -> MemoryPlan:
         """The best plan for a model that is loaded already. Raises BudgetError."""
-        plans = list(self._plans(placement, demand))
-        if not plans:
-            raise self._refusal([placement], demand)
-        return max(plans, key=_preference)
+        return self._best([placement], demand)
 
-    def _plans(self, placement: Placement, demand: Demand) -> Iterator[MemoryPlan]:
+    def _best(self, placements: list[Placement], demand: Demand) -> MemoryPlan:
+        for least in (FEW_TOKENS, FEWEST_TOKENS):
+            plans = [plan for place in placements for plan in self._plans(place, demand, least)]
+            if plans:
+                return max(plans, key=_preference)
+        raise self._refusal(placements, demand)
+
+    def _plans(self, placement: Placement, demand: Demand, least: int) -> Iterator[MemoryPlan]:
         left = self.budget - self.slack - placement.total
-        for batching in _batchings(placement.sizes, demand, left):
+        for batching in _batchings(placement.sizes, demand, left, least):
             prediction = self._predict(placement, batching, demand)
             yield MemoryPlan(self.budget, self.slack, placement, batching, prediction)
 
@@ -120,11 +123,14 @@ class KVCacheSizingManager:
         """Everything at its smallest, added up."""
 
         def needed(placement: Placement) -> int:
-            least = min(_batchings(placement.sizes, demand, 2**62), key=_first_stream)
+            least = min(_batchings(placement.sizes, demand, 2**62, FEWEST_TOKENS), key=_first_stream)
             return self.slack + placement.total + _first_stream(least)
 
         smallest = min(placements, key=needed)
-        sizes, batching = smallest.sizes, min(_batchings(smallest.sizes, demand, 2**62), key=_first_stream)
+        sizes, batching = (
+            smallest.sizes,
+            min(_batchings(smallest.sizes, demand, 2**62, FEWEST_TOKENS), key=_first_stream),
+        )
         parts = {
             "fixed weights": sizes.fixed,
             "head": smallest.head_bytes,
@@ -154,13 +160,13 @@ def _placements(sizes: ModelSizes, resident: int | None) -> Iterator[Placement]:
             yield Placement(sizes, chosen, head_stays=False)
 
 
-def _batchings(sizes: ModelSizes, demand: Demand, left: int) -> Iterator[Batching]:
-    """For each number of tokens a pass as many streams as fit into ``left`` bytes."""
-    for pass_tokens in [demand.pass_tokens] if demand.pass_tokens else _powers(demand.most_pass_tokens):
+def _batchings(sizes: ModelSizes, demand: Demand, left: int, least: int) -> Iterator[Batching]:
+    """For each number of tokens a pass, and from ``least`` on in a layer, as many streams as fit into ``left`` bytes."""
+    for pass_tokens in [demand.pass_tokens] if demand.pass_tokens else _powers(least, demand.most_pass_tokens):
         most = min(demand.micro_tokens or demand.most_micro_tokens, pass_tokens)
-        for micro_tokens in [most] if demand.micro_tokens else _powers(most):
+        for micro_tokens in [most] if demand.micro_tokens else _powers(least, most):
             # Enough streams fill a micro-batch with short pieces, and a ring must hold the piece of only one.
-            chunk = max(min(micro_tokens, 512), micro_tokens // demand.streams)
+            chunk = max(min(micro_tokens, FEW_TOKENS), micro_tokens // demand.streams)
             stream_bytes = demand.cache_bytes(max(chunk, demand.excursion))
             activations = sizes.activation_bytes(micro_tokens, pass_tokens)
             streams = min(demand.streams, (left - activations) // stream_bytes)
@@ -168,9 +174,13 @@ def _batchings(sizes: ModelSizes, demand: Demand, left: int) -> Iterator[Batchin
                 yield Batching(streams, stream_bytes, pass_tokens, micro_tokens, chunk, activations)
 
 
-def _powers(most: int) -> list[int]:
-    """Powers of two from 64, and ``most``."""
-    return [number for number in (2**exponent for exponent in range(6, 20)) if number < most] + [most]
+def _powers(least: int, most: int) -> list[int]:
+    """``least`` doubled again and again, and ``most``."""
+    numbers = [most]
+    while least < most:
+        numbers.append(least)
+        least *= 2
+    return sorted(numbers)
 
 
 def _first_stream(batching: Batching) -> int:
