@@ -16,7 +16,6 @@ from streamllm_core.architectures import layer_geometries
 from streamllm_core.attention import PassState
 from streamllm_core.blueprint import Blueprint
 from streamllm_core.checkpoint import parameter_count
-from streamllm_core.embeddings import Embeddings
 from streamllm_core.engine import Engine, EngineConfig, demand, within
 from streamllm_core.errors import BudgetError, ModelError
 from streamllm_core.fusion import fuse, kernels_for
@@ -202,7 +201,6 @@ class StreamingModel:
             fuse(self._skeleton.base, kernels)
         self._loader = Loader(blueprint, self.plan.placement, ram)  # keeps the page-locked arenas
         self._loader.fixed()
-        self._embeddings = Embeddings(self._skeleton.embedding, device)
         self._head = self._loader.head()
         self.streamer = self._loader.layers(self.state, prefetching=prefetching)
         self._skeleton.attach(self.state)
@@ -227,7 +225,8 @@ class StreamingModel:
     def forward(self, tokens: Sequence[int]) -> Tensor:
         """One pass over the weights for the pass in ``state``: hidden states [tokens, hidden] behind the final norm."""
         self.streamer.begin_pass()
-        embedded = self._embeddings.rows(torch.tensor(tokens))[None]
+        # Pageable memory on purpose: a page-locked copy would stand in line behind the layers that are on their way.
+        embedded = self._skeleton.embedding(torch.tensor(tokens))[None].to(self.device)
         return self._skeleton.hidden_states(embedded)[0]
 
     def head(self, hidden: Tensor) -> Tensor:

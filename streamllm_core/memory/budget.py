@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 EFFICIENCY = 0.7
 # What the host needs, beside the device: to set a layer to work on a micro-batch, to have a packed layer expanded, and
 # between two passes (tokens chosen, embeddings gathered), which nothing hides but transfers.
-LAUNCH_SECONDS = 6e-4
+LAUNCH_SECONDS = 7.2e-4
 EXPAND_SECONDS = 4e-4
 GAP_SECONDS = 8e-3
 # Fewer tokens of a stream, or in a layer, leave the units idle: only where memory is too small for more.
@@ -161,7 +161,7 @@ def _placements(sizes: ModelSizes, resident: int | None) -> Iterator[Placement]:
 
 
 def _batchings(sizes: ModelSizes, demand: Demand, left: int, least: int) -> Iterator[Batching]:
-    """For each number of tokens a pass, and from ``least`` on in a layer, as many streams as fit into ``left`` bytes."""
+    """For each number of tokens a pass and in a layer, ``least`` or more, as many streams as fit into ``left`` bytes."""
     for pass_tokens in [demand.pass_tokens] if demand.pass_tokens else _powers(least, demand.most_pass_tokens):
         most = min(demand.micro_tokens or demand.most_micro_tokens, pass_tokens)
         for micro_tokens in [most] if demand.micro_tokens else _powers(least, most):

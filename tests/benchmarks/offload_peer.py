@@ -10,9 +10,12 @@ batches x (prefill + answer x step). Twice: with accelerate as shipped, and with
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from math import ceil
 from typing import Any
+
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # it would not fit otherwise
 
 import torch
 from accelerate import cpu_offload
