@@ -161,7 +161,7 @@ def _placements(sizes: ModelSizes, resident: int | None) -> Iterator[Placement]:
 
 
 def _batchings(sizes: ModelSizes, demand: Demand, left: int, least: int) -> Iterator[Batching]:
-    """For each number of tokens a pass and in a layer, ``least`` or more, as many streams as fit into ``left`` bytes."""
+    """For each number of tokens a pass and in a layer, at least ``least``, as many streams as fit into ``left``."""
     for pass_tokens in [demand.pass_tokens] if demand.pass_tokens else _powers(least, demand.most_pass_tokens):
         most = min(demand.micro_tokens or demand.most_micro_tokens, pass_tokens)
         for micro_tokens in [most] if demand.micro_tokens else _powers(least, most):
