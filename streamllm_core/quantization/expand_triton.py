@@ -100,9 +100,11 @@ def _thirty_two(
     byte = tl.load(start + (BYTES - 16) + tl.arange(0, 16)[None, :], mask=live[:, None], other=0)
     quant = _in_order(byte & 15, byte >> 4)
     if BITS == 5:
-        value = tl.arange(0, 32)[None, :]
-        fifth = tl.load(start + (BYTES - 20) + value // 8, mask=live[:, None], other=0)
-        quant = quant | ((fifth >> (value % 8).to(tl.uint8)) & 1) << 4
+        low = tl.load(number + (BYTES - 20) // 2, mask=live, other=0.0).to(tl.uint16, bitcast=True)
+        high = tl.load(number + (BYTES - 18) // 2, mask=live, other=0.0).to(tl.uint16, bitcast=True)
+        bits = low.to(tl.uint32) | high.to(tl.uint32) << 16
+        fifth = (bits[:, None] >> tl.arange(0, 32).to(tl.uint32)[None, :]) & 1
+        quant = quant | (fifth << 4).to(tl.uint8)
     if MINIMUM:
         minimum = tl.load(number + 1, mask=live, other=0.0).to(tl.float32)
         values = quant.to(tl.float32) * scale[:, None] + minimum[:, None]

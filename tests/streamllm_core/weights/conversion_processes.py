@@ -57,3 +57,23 @@ def measure_conversion(path: Path, cache: Path, result: Connection) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     open_source(path)
     result.send((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+
+
+def measure_quantization(path: Path, cache: Path, result: Connection) -> None:
+    """Quantize the model folder at `path`; send by how many bytes the peak of resident memory rose meanwhile.
+
+    The folder "tiny" beside it is quantized first, so that what is measured is not code being loaded.
+    """
+    import torch
+
+    from streamllm_core.skeleton import Skeleton, read_config
+    from streamllm_core.weights import open_source
+    from streamllm_core.weights.quantized import quantize_source
+
+    os.environ["STREAMLLM_CACHE"] = str(cache)
+    torch.set_num_threads(1)
+    for folder in (path.with_name("tiny"), path):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        source = open_source(folder)
+        quantize_source(source, Skeleton(read_config(source), torch.bfloat16), "int4", torch.bfloat16)
+    result.send((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)

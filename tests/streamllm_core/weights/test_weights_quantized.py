@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import conversion_processes
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from streamllm_core.checkpoint import Checkpoint
 from streamllm_core.errors import ModelError
@@ -187,6 +188,23 @@ def test_refusals(llama: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> 
     with pytest.raises(ModelError, match=r"needs 0\.0 GB .* set STREAMLLM_CACHE"):
         quantized_source(llama)
     assert not [path for path in cache.iterdir() if path.suffix != ".lock"]
+
+
+def test_memory_is_bounded(tmp_path: Path, cache: Path) -> None:
+    """Twelve matrices of 16 MB, one at a time: mapped, in float32 in pieces, packed."""
+    save_tiny("llama-yarn-biases", tmp_path / "tiny")
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=1 << 17,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "wide")
+    process, result = conversion_processes.start(conversion_processes.measure_quantization, tmp_path / "wide", cache)
+    assert result.recv() < 100 << 20
+    process.join()
 
 
 def test_damage_is_named(llama: Path) -> None:
