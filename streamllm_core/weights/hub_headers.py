@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from huggingface_hub import get_safetensors_metadata
+from huggingface_hub import HfApi
 from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 
 from streamllm_core.errors import ModelError
@@ -51,7 +51,7 @@ def open_hub_headers(repo: str, *, revision: str | None = None) -> HubHeaders:
     with explained(repo, revision):
         folder = description(repo, revision, None)
         try:
-            metadata = get_safetensors_metadata(repo, revision=folder.name)
+            metadata = HfApi().get_safetensors_metadata(repo, revision=folder.name)
         except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
             raise ModelError(f"{repo}: has no safetensors that can be read") from error
     headers = {}

@@ -14,7 +14,7 @@ from huggingface_hub import constants
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from streamllm_core.errors import ModelError
-from streamllm_core.weights import open_source
+from streamllm_core.weights import open_headers, open_source
 from tests.hub_server import HubServer
 
 REPO = "Qwen/Qwen2.5-7B-Instruct"
@@ -85,6 +85,20 @@ def test_downloads_what_a_model_needs_and_no_more(folder: Path, cache: Path, mon
     assert open_source(REPO).fingerprint == source.fingerprint
 
 
+def test_headers_come_without_the_weights(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with HubServer({REPO: folder}) as hub:
+        use(hub, monkeypatch)
+        source, local = open_headers(REPO), open_source(folder)
+        assert sorted(source.names()) == sorted(local.names())
+        assert all(source.header(name) == local.header(name) for name in local.names())
+        assert (source.config_dir / "config.json").is_file()
+        assert not list(source.config_dir.glob("*.safetensors"))
+        with pytest.raises(ModelError, match="only the headers"):
+            source.tensor(source.names()[0])
+        with pytest.raises(ModelError, match=r"Qwen/Qwen9.*neither"):
+            open_headers("Qwen/Qwen9")
+
+
 def test_unknown_models_and_revisions(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with HubServer({REPO: folder}) as hub:
         use(hub, monkeypatch)
@@ -132,7 +146,7 @@ def test_repository_without_safetensors(tmp_path: Path, cache: Path, monkeypatch
 def test_environment_of_a_new_process(folder: Path, tmp_path: Path) -> None:
     script = f"""
 import json
-from streamllm_core.weights import open_source
+from streamllm_core.weights import open_headers, open_source
 source = open_source({REPO!r})
 print(json.dumps([source.fingerprint, str(source.config_dir), len(source.names())]))
 """
