@@ -45,21 +45,24 @@ def choose_tiles(card: Card, queries: int, group: int, head_dim: int, dtype: tor
     """Tiles for runs of at most ``queries`` tokens, ``group`` query heads to a KV head; ``stored``: the cache's dtype.
 
     Measured on an H200, bf16, 28 / 4 heads of 128, window 2,048: 128 rows, 64 keys, 8 warps and 3 stages for prefill;
-    16, 64, 4, 3 for decode, where several programs share a multiprocessor. Other cards and head dims take what fits
-    their shared memory and, in what the compiler reports, their registers.
+    16, 64, 4, 3 for decode, where several programs share a multiprocessor. An int8 cache, whose tiles are widened in
+    registers, does better with 64 rows and 4 warps, and with 2 warps for decode. Other cards and head dims take what
+    fits their shared memory and, in what the compiler reports, their registers.
     """
     padded = power_of_2(head_dim)
     roomy = card.shared_memory > 160_000  # A100, H100 and newer server cards
     # float32 is multiplied without tensor cores, and so is all on Turing, for which Triton has no such code.
     plain = dtype == torch.float32 or card.shared_memory <= 65_536
-    most = 32 if plain else 128 if roomy and padded <= 128 else 64
+    widened = stored == torch.int8
+    most = 32 if plain else 128 if roomy and padded <= 128 and not widened else 64
     rows = max(power_of_2(group), min(power_of_2(queries * group), most))
     keys = 64 if roomy and padded * dtype.itemsize <= 256 else 32
     stage = 2 * keys * padded * stored.itemsize
     left = card.shared_memory - rows * padded * dtype.itemsize
     stages = 1 if plain else max(1, min(3, left // stage))
     many = rows >= 32 if plain else rows * max(padded, 128) >= 16_384
-    return Tiles(rows, keys, warps=8 if many else 4, stages=stages)
+    few = widened and not plain and rows <= FEWEST_ROWS
+    return Tiles(rows, keys, warps=8 if many else 2 if few else 4, stages=stages)
 
 
 def choose_splits(card: Card, programs: int, window: int, tiles: Tiles) -> int:
