@@ -18,6 +18,7 @@ from streamllm_core.request import Request
 
 PREFILL_PASSES = 4
 DECODE_PASSES = 12
+ENDLESS = 10_000  # tokens of an answer: no stream falls silent while others still read
 SINKS = 4
 
 
@@ -61,7 +62,7 @@ def check(model: StreamingModel, wanted: EngineConfig) -> PlanCheck:
         text = torch.randint(model.config.vocab_size, (each,)).tolist()
         stream = engine.open(sinks=SINKS)
         stream.length = stream.reach = LONG_AGO  # the window is full
-        engine.submit(Request(stream, text, max_new_tokens=DECODE_PASSES + 4))
+        engine.submit(Request(stream, text, max_new_tokens=ENDLESS))
     engine.step()  # kernels are compiled, libraries loaded
     prefill = _speed(engine, lambda engine: engine.tokens_read, PREFILL_PASSES)
     while any(request.pending is None for request in engine.requests):
