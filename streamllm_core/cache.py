@@ -347,7 +347,8 @@ class RollingCache:
         stream.holes = tuple(zip(flat[::2], flat[1::2], strict=True))
         stream.history.write(length - len(tensors["tokens"]), tensors["tokens"].tolist())
         if "last_hidden" in tensors:
-            stream.last_hidden = tensors["last_hidden"].to(self.layers[0].keys.device, self.dtype)
+            # A copy: where a file's bytes lie in memory may change the last bits of the products with them.
+            stream.last_hidden = tensors["last_hidden"].to(self.layers[0].keys.device, self.dtype, copy=True)
         for index, (layer, held) in enumerate(zip(self.layers, rows, strict=True)):
             held = held.to(layer.keys.device)
             for name, part in layer.parts.items():

@@ -324,7 +324,7 @@ def test_a_fork_amid_drafts_goes_on_as_the_stream_does(llama: StreamingModel) ->
 # --- passes that break off -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["forward", "head"])
+@pytest.mark.parametrize("where", ["forward", "best"])
 def test_a_pass_with_drafts_that_broke_off_can_be_run_again(
     llama: StreamingModel, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,8 @@ from streamllm_core import Request, Stream
 from streamllm_core.scheduler import Work, add_drafts, plan_pass
 from tests.streamllm_core.scripted_drafters import ScriptedDrafter
 
+CHUNK = 100  # tokens of a stream that go together; more than any here has
+
 
 def reading(tokens: int, fed: int = 0) -> Request:
     return Request(Stream(0, 0), list(range(tokens)), fed=fed)
@@ -123,7 +125,7 @@ def test_rules_hold_for_random_requests_until_all_are_done(seed: int) -> None:
 def drafts_of(requests: list[Request], most: list[int], budget: int, proposals: dict[int, list[int]]) -> list[int]:
     """How many drafted tokens each piece of work carries."""
     drafter = ScriptedDrafter(lambda request, _: proposals.get(request.pending or 0, []))
-    works = add_drafts(plan_pass(requests, budget), most, budget, drafter)
+    works = add_drafts(plan_pass(requests, budget, CHUNK), most, budget, drafter)
     for work in works:
         if work.request.decoding:
             assert list(work.tokens) == [work.request.pending, *proposals.get(work.tokens[0], [])[: work.drafts]]
@@ -155,7 +157,7 @@ def test_nothing_is_proposed_when_there_is_no_room_or_nothing_to_draft_for() -> 
         ([decoding()], [0], 50),
         ([], [], 9),
     ):
-        works = plan_pass(requests, budget)
+        works = plan_pass(requests, budget, CHUNK)
         assert add_drafts(works, most, budget, drafter) == works
 
 

@@ -15,6 +15,7 @@ from transformers import AutoConfig, LlamaConfig
 
 from streamllm_core.checkpoint import Checkpoint
 from streamllm_core.errors import ModelError
+from streamllm_core.memory.arena import ArenaLayout
 from streamllm_core.quantization import FORMATS, expand
 from streamllm_core.skeleton import Skeleton, read_config
 from streamllm_core.weights import gguf_blocks, open_source
@@ -98,7 +99,8 @@ def test_checkpoint_passes_blocks_through(llama: Path) -> None:
     skeleton = Skeleton(read_config(source), torch.float32)
     checkpoint = Checkpoint(source, skeleton, torch.bfloat16)
     prefix = "model.layers.0."
-    views: dict[str, torch.Tensor] = {}
+    layout = ArenaLayout.of(Skeleton(read_config(source), torch.float16).layers[0])
+    block = torch.full((layout.nbytes,), 0xFF, dtype=torch.uint8)
     for name in checkpoint.names():
         format, exact = checkpoint.format(name), converted.tensor(name)
         if format is not None:
@@ -106,10 +108,8 @@ def test_checkpoint_passes_blocks_through(llama: Path) -> None:
             expand(format, checkpoint.raw(name), out)
             assert torch.equal(out, exact)
             checkpoint.release(name)
-        if name.startswith(prefix):
-            views[name.removeprefix(prefix)] = torch.full(exact.shape, torch.nan, dtype=torch.float16)
-    checkpoint.fill(prefix, views)
-    for name, view in views.items():
+    checkpoint.fill(prefix, layout, block)
+    for name, view in layout.stored(block).items():
         exact = converted.tensor(prefix + name)
         packed = checkpoint.format(prefix + name) is not None
         assert torch.equal(view, (exact if packed else exact.to(torch.bfloat16)).to(torch.float16))

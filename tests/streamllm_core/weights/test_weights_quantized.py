@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from streamllm_core.checkpoint import Checkpoint
 from streamllm_core.errors import ModelError
+from streamllm_core.memory.arena import ArenaLayout
 from streamllm_core.quantization import FORMATS, expand, quantize
 from streamllm_core.skeleton import Skeleton, read_config
 from streamllm_core.weights import WeightSource, open_source, quantized, safetensors_writer
@@ -82,13 +83,10 @@ def test_layers_are_filled_with_one_rounding(llama: Path) -> None:
     packed = quantized_source(llama, dtype=torch.bfloat16)
     checkpoint = Checkpoint(packed, skeleton_of(packed), torch.bfloat16)
     prefix = "model.layers.1."
-    views = {
-        name.removeprefix(prefix): torch.full(shape, torch.nan, dtype=torch.float16)
-        for name, (_, shape) in checkpoint.headers().items()
-        if name.startswith(prefix)
-    }
-    checkpoint.fill(prefix, views)
-    for name, view in views.items():
+    layout = ArenaLayout.of(Skeleton(read_config(packed), torch.float16).layers[1])
+    block = torch.full((layout.nbytes,), 0xFF, dtype=torch.uint8)
+    checkpoint.fill(prefix, layout, block)
+    for name, view in layout.stored(block).items():
         stored = packed.tensor(prefix + name)
         assert stored.dtype == (torch.bfloat16 if packed.format(prefix + name) is None else torch.float32)
         assert torch.equal(view, stored.to(torch.float16))
