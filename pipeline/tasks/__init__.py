@@ -17,4 +17,4 @@ class Task:
     run: Callable[[Document, SummarizeOptions], Steps[Result]]
 
 
-TASKS = {task.name: task for task in (Task("summarize", 1, summarize),)}
+TASKS = {task.name: task for task in (Task("summarize", 2, summarize),)}

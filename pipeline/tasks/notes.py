@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from pipeline.tasks.commands import AskApart, Gather, Note, Result, Steps, Ticket
 
+AWAITED = 8  # groups of notes: a long document that is alone must fill passes with its own answers
+
 
 @dataclass(frozen=True)
 class _Node:
@@ -15,7 +17,7 @@ class _Node:
 class NoteTree:
     """A note of level k stands for `group` notes of level k - 1; a full group is merged at once, in a fresh stream.
 
-    At most `2 * group` answers are awaited and fewer than `group` notes a level are held (with `keep_all`, every note
+    At most `AWAITED * group` answers are awaited and fewer than `group` notes a level are held (with `keep_all`, every note
     as well). Which notes are merged depends on the order of asking alone, never on which answer comes first.
     """
 
@@ -30,7 +32,7 @@ class NoteTree:
     def expect(self, ticket: Ticket, start: int, end: int) -> Steps[None]:
         """Takes in the ticket of a note on the source's range `[start, end)`."""
         self._awaited.append((ticket, 0, _Node(Note(start, end, ""))))
-        if len(self._awaited) >= 2 * self._group:
+        if len(self._awaited) >= AWAITED * self._group:
             yield from self._redeem(self._group)
 
     def finish(self) -> Steps[Result]:
