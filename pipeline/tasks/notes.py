@@ -17,8 +17,8 @@ class _Node:
 class NoteTree:
     """A note of level k stands for `group` notes of level k - 1; a full group is merged at once, in a fresh stream.
 
-    At most `AWAITED * group` answers are awaited and fewer than `group` notes a level are held (with `keep_all`, every note
-    as well). Which notes are merged depends on the order of asking alone, never on which answer comes first.
+    At most `AWAITED * group` answers are awaited and fewer than `group` notes a level are held (with `keep_all`, every
+    note as well). Which notes are merged depends on the order of asking alone, never on which answer comes first.
     """
 
     def __init__(self, instruction: str, question: str, group: int, *, keep_all: bool = False) -> None:
