@@ -7,7 +7,8 @@ cache with attention sinks), many texts in a pass. Knows no documents, records o
 from streamllm_core.cache import Stream
 from streamllm_core.draft_model import ModelDrafter
 from streamllm_core.drafting import Drafter, NgramDrafter
-from streamllm_core.engine import Engine, EngineConfig
+from streamllm_core.engine import Engine
+from streamllm_core.engine_config import EngineConfig
 from streamllm_core.errors import BudgetError, ModelError, NoFreeStream, StreamLLMError, WindowError
 from streamllm_core.model import AutoModel, StreamingModel
 from streamllm_core.request import Request

@@ -31,7 +31,7 @@ def hardware(
 ) -> None:
     """Measure memory, link and disk bandwidths and matmul rates of this machine."""
     from streamllm_core import hardware as machine
-    from streamllm_core.model import resolve_device
+    from streamllm_core.devices import resolve_device
 
     report = machine.measure(resolve_device(device), disk)
     typer.echo(json.dumps(report) if as_json else machine.table(report))
@@ -62,7 +62,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show where every byte of a budget would go and what speed to expect, without loading the model."""
-    from streamllm_core.engine import EngineConfig
+    from streamllm_core.engine_config import EngineConfig
     from streamllm_core.planning import ASSUMED, plan_model, with_rates
 
     config = EngineConfig(
@@ -121,7 +121,7 @@ def bench(
     the fullest passes of a plan against its prediction; with --documents a whole job against its roofline."""
     from streamllm_core.bench import job, passes, planned, plots
     from streamllm_core.bench.shapes import SHAPES, Shape, random_model
-    from streamllm_core.engine import UNLIMITED
+    from streamllm_core.engine_config import UNLIMITED
 
     if model_shape is not None and model_shape not in SHAPES:
         raise ValueError(f"unknown shape '{model_shape}'; known: {', '.join(SHAPES)}")

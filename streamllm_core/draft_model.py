@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from streamllm_core.cache import Stream
 from streamllm_core.drafting import recent_tokens
-from streamllm_core.engine import Engine, EngineConfig
+from streamllm_core.engine import Engine
+from streamllm_core.engine_config import EngineConfig
 from streamllm_core.errors import ModelError
 from streamllm_core.request import Request
 

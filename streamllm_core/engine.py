@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,56 +13,18 @@ from torch import Tensor
 from streamllm_core.architectures import head_shape, layer_geometries
 from streamllm_core.cache import RollingCache, Stream
 from streamllm_core.drafting import DEFAULT_DRAFTS, Drafter, NgramDrafter, adapted
+from streamllm_core.engine_config import UNLIMITED, EngineConfig
 from streamllm_core.errors import WindowError
-from streamllm_core.kv_storage import KVDtype
 from streamllm_core.layout import Run, micro_batches
-from streamllm_core.memory.budget import Demand, KVCacheSizingManager
+from streamllm_core.memory.budget import KVCacheSizingManager
 from streamllm_core.request import Request
 from streamllm_core.rotary import Rotary
 from streamllm_core.scheduler import Work, add_drafts, plan_pass
+from streamllm_core.taps import Tap
 from streamllm_core.verification import Turn, head_batches
 
 if TYPE_CHECKING:
     from streamllm_core.model import StreamingModel
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """Sizes of an engine, in tokens unless said otherwise. None: chosen from the device and the budget.
-
-    window: R, how many tokens before the query stay visible beside the pinned ones.
-    sinks: the longest pinned prefix, S.
-    excursion: the longest question + answer that is to be rewound.
-    streams: texts in flight.
-    pass_tokens: how many tokens one pass over the weights takes at most.
-    micro_tokens: how many of them go through a layer together; bounds the activation memory.
-    kv_dtype: how keys and values are kept: as computed, or in one byte each (twice the streams in the same memory).
-    read_tokens, answer_tokens: what a typical text (or a segment with its question) reads and generates; memory is
-        shared out accordingly.
-    draft_tokens: how many tokens are guessed ahead at most, so that one pass can confirm several; None: 8 when layers
-        are streamed (a pass then takes as long for one token as for many), else 0.
-    """
-
-    window: int = 2048
-    sinks: int = 4
-    excursion: int = 512
-    streams: int | None = None
-    pass_tokens: int | None = None
-    micro_tokens: int | None = None
-    kv_dtype: KVDtype = "auto"
-    read_tokens: int = 1000
-    answer_tokens: int = 100
-    draft_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.window < 1 or self.sinks < 0 or self.excursion < 0:
-            raise ValueError("window must be at least 1, sinks and excursion at least 0")
-        for name in ("streams", "pass_tokens", "micro_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
-        if self.draft_tokens is not None and self.draft_tokens < 0:
-            raise ValueError(f"draft_tokens must be at least 0, not {self.draft_tokens}")
 
 
 class Engine:
@@ -219,7 +180,7 @@ class Engine:
         drafted: dict[Request, Turn] = {}
         if works:
             before = [work.request.stream.last_hidden for work in works]
-            tap = _Tap(works)
+            tap = Tap(works)
             pieces = [(work.request.stream, work.tokens) for work in works]
             hidden = self.forward(pieces, tap.rows, [work.drafts for work in works])
             tap.collect(self.model.state.tapped)
@@ -321,67 +282,3 @@ class Engine:
         if turn.drafts:
             limit = turn.request.most_drafts
             turn.request.most_drafts = adapted(limit, len(turn.drafts), kept, self.draft_tokens)
-
-
-class _Tap:
-    """Adds the hidden states of a pass up to the spans that its requests asked for."""
-
-    def __init__(self, works: list[Work]) -> None:
-        self.rows: list[int] = []
-        self._sums: list[tuple[Request, int, int]] = []  # request, span, number of rows
-        first = 0
-        for work in works:
-            fed, request = work.request.fed, work.request
-            for span, (start, stop) in enumerate(request.spans):
-                inside = range(max(start, fed), min(stop, fed + len(work.tokens)))
-                if inside:
-                    self.rows.extend(first - fed + token for token in inside)
-                    self._sums.append((request, span, len(inside)))
-            first += len(work.tokens)
-
-    def collect(self, tapped: Tensor | None) -> None:
-        """``tapped``: [len(rows), hidden]."""
-        if not self.rows:
-            return
-        assert tapped is not None
-        owners = torch.tensor([count for _, _, count in self._sums], device=tapped.device)
-        index = torch.arange(len(owners), device=tapped.device).repeat_interleave(owners)
-        sums = torch.zeros(len(owners), tapped.shape[1], device=tapped.device).index_add_(0, index, tapped.float())
-        for (request, span, _), total in zip(self._sums, sums.cpu(), strict=True):
-            assert request.span_states is not None
-            start, stop = request.spans[span]
-            request.span_states[span] += total / (stop - start)
-
-
-UNLIMITED = 2**62
-# What an engine takes when nothing else is asked for: streams, tokens in a pass, tokens in a layer.
-_MOST = {"cpu": (16, 1024, 512), "cuda": (128, 32_768, 4096)}
-
-
-def demand(config: EngineConfig, model_config: Any, device: torch.device, dtype: torch.dtype) -> Demand:
-    """What an engine wants of the memory."""
-    streams, pass_tokens, micro_tokens = _MOST[device.type]
-    geometries = layer_geometries(model_config, config.window)
-    _, kv_heads, head_dim = head_shape(model_config)
-
-    def cache_bytes(headroom: int) -> int:
-        return RollingCache.stream_bytes(geometries, config.sinks, headroom, kv_heads, head_dim, dtype, config.kv_dtype)
-
-    drafts = DEFAULT_DRAFTS if config.draft_tokens is None else config.draft_tokens
-    return Demand(
-        config.window,
-        max(config.excursion, 1 + drafts),
-        cache_bytes,
-        config.streams or streams,
-        pass_tokens,
-        micro_tokens,
-        config.pass_tokens,
-        config.micro_tokens,
-        config.read_tokens,
-        config.answer_tokens,
-    )
-
-
-def within(config: EngineConfig, trained_context: int) -> EngineConfig:
-    """``config`` with a window that the model was trained for."""
-    return replace(config, window=max(1, min(config.window, trained_context - config.sinks - 1)))

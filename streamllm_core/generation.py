@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from streamllm_core.engine import Engine, EngineConfig
+from streamllm_core.engine import Engine
+from streamllm_core.engine_config import EngineConfig
 from streamllm_core.request import Request
 from streamllm_core.sampling import Sampling
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +15,21 @@ from streamllm_core.architectures import layer_geometries
 from streamllm_core.attention import PassState
 from streamllm_core.blueprint import Blueprint
 from streamllm_core.checkpoint import parameter_count
-from streamllm_core.engine import Engine, EngineConfig, demand, within
+from streamllm_core.devices import computes_in, resolve_device, resolve_dtype
+from streamllm_core.engine import Engine
+from streamllm_core.engine_config import EngineConfig, demand, within
 from streamllm_core.errors import BudgetError, ModelError
 from streamllm_core.fusion import fuse, kernels_for
 from streamllm_core.generation import Generation, generate, stream_generate
-from streamllm_core.hardware import LinkRates
 from streamllm_core.loading import Loader
 from streamllm_core.memory.budget import Demand, KVCacheSizingManager
-from streamllm_core.memory.limits import free_bytes, parse_bytes
+from streamllm_core.memory.limits import parse_bytes
+from streamllm_core.memory.machine import sizing_manager
 from streamllm_core.memory.plan import MemoryPlan
 from streamllm_core.skeleton import Skeleton, read_config
 from streamllm_core.weights import WeightSource, open_source, tokenizer_note
 from streamllm_core.weights.quantized import quantize_source
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-ALLOCATOR_SLACK = 64 * 10**6  # libraries' workspaces, and what lies between blocks
 LEAST_WINDOW = 64  # tokens; what a model is loaded for at least
 TAP_DEPTH = 2 / 3  # hidden states here describe a sentence best
 
@@ -98,66 +97,6 @@ class AutoModel:
             prefetching=prefetching,
             fused=fused,
         )
-
-
-def sizing_manager(device: torch.device, dtype: torch.dtype, vram: int | str | None) -> KVCacheSizingManager:
-    """For a budget of ``vram`` bytes, or of what is free. On a card the budget is a cap: PyTorch's allocator refuses
-    to go beyond it. Raises ValueError."""
-    budget = parse_bytes(vram) if vram is not None else free_bytes(device)
-    rates = measured_rates(device, dtype)
-    if device.type == "cpu":
-        return KVCacheSizingManager(budget, rates)
-    total = torch.cuda.get_device_properties(device).total_memory
-    if vram is not None:  # what another model of this process holds already has a budget of its own
-        capped = budget + torch.cuda.memory_allocated(device)
-        torch.cuda.set_per_process_memory_fraction(min(1.0, capped / total), device)
-    return KVCacheSizingManager(budget, rates, slack=allocator_slack(min(budget, total)))
-
-
-def allocator_slack(budget: int) -> int:
-    """Bytes of a card's budget that are left to libraries' workspaces and to gaps between blocks."""
-    return ALLOCATOR_SLACK + budget // 50
-
-
-@cache
-def measured_rates(device: torch.device, dtype: torch.dtype) -> LinkRates:
-    """Measured once a process. On a CPU layers are streamed from disk, so that is its link."""
-    rates = LinkRates.measure(device, dtype)
-    return replace(rates, host_to_device=rates.disk) if device.type == "cpu" else rates
-
-
-def resolve_device(device: str | torch.device) -> torch.device:
-    """Raises ValueError when CUDA is asked for and absent, or the device is of another kind."""
-    if str(device) == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", str(device)):
-        raise ValueError(f"device must be 'auto', 'cpu' or 'cuda[:n]', not '{device}'")
-    place = torch.device(device)
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device 'cuda' was asked for, but PyTorch sees no CUDA device; use --device cpu")
-    return torch.device("cuda", place.index or 0) if place.type == "cuda" else place
-
-
-def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
-    """Raises ValueError for a name that is not a supported dtype."""
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    if dtype == "auto":
-        if device.type == "cuda":
-            return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
-        return torch.bfloat16 if computes_in(torch.bfloat16, device) else torch.float32
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype must be 'auto', {', '.join(DTYPES)}; not '{dtype}'")
-    return DTYPES[dtype]
-
-
-def computes_in(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the device multiplies matrices of ``dtype`` faster than float32 ones."""
-    if device.type == "cuda" or dtype.itemsize >= 4:
-        return True
-    if dtype == torch.bfloat16:
-        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.cpu._is_amx_fp16_supported()
 
 
 class StreamingModel:

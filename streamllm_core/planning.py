@@ -9,12 +9,13 @@ from pathlib import Path
 import torch
 
 from streamllm_core.blueprint import Blueprint
-from streamllm_core.engine import EngineConfig, demand, within
+from streamllm_core.devices import DTYPES, computes_in, resolve_device, resolve_dtype
+from streamllm_core.engine_config import EngineConfig, demand, within
 from streamllm_core.hardware import LinkRates
 from streamllm_core.memory.budget import KVCacheSizingManager
 from streamllm_core.memory.limits import free_bytes, parse_bytes
+from streamllm_core.memory.machine import allocator_slack, measured_rates
 from streamllm_core.memory.plan import MemoryPlan
-from streamllm_core.model import DTYPES, allocator_slack, computes_in, measured_rates, resolve_device, resolve_dtype
 from streamllm_core.skeleton import read_config
 from streamllm_core.weights import open_headers
 

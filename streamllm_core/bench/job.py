@@ -11,7 +11,8 @@ import torch
 
 from streamllm_core.bench.limits import ComputeLimit, link_bandwidth
 from streamllm_core.bench.shapes import Shape
-from streamllm_core.engine import Engine, EngineConfig
+from streamllm_core.engine import Engine
+from streamllm_core.engine_config import EngineConfig
 from streamllm_core.kv_storage import KVDtype
 from streamllm_core.model import StreamingModel
 from streamllm_core.request import Request

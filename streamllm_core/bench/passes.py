@@ -15,7 +15,7 @@ import torch
 
 from streamllm_core.bench.limits import ComputeLimit, link_bandwidth
 from streamllm_core.bench.shapes import Shape
-from streamllm_core.engine import EngineConfig
+from streamllm_core.engine_config import EngineConfig
 from streamllm_core.model import StreamingModel
 
 LONG_AGO = 10_000  # streams are benchmarked this many tokens in: the window is full

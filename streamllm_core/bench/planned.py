@@ -11,7 +11,8 @@ import torch
 
 from streamllm_core.bench.limits import link_bandwidth
 from streamllm_core.bench.passes import LONG_AGO
-from streamllm_core.engine import Engine, EngineConfig
+from streamllm_core.engine import Engine
+from streamllm_core.engine_config import EngineConfig
 from streamllm_core.kv_storage import KVDtype
 from streamllm_core.model import StreamingModel
 from streamllm_core.request import Request

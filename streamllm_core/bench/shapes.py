@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen3MoeConfig
 
-from streamllm_core.engine import EngineConfig
-from streamllm_core.model import StreamingModel, resolve_device, resolve_dtype, sizing_manager
+from streamllm_core.devices import resolve_device, resolve_dtype
+from streamllm_core.engine_config import EngineConfig
+from streamllm_core.memory.machine import sizing_manager
+from streamllm_core.model import StreamingModel
 from streamllm_core.quantization import Format
 from streamllm_core.quantization.formats import Int4, Int8
 from streamllm_core.skeleton import Skeleton

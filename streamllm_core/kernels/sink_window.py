@@ -18,7 +18,7 @@ from math import log2
 import torch
 from torch import Tensor
 
-from streamllm_core.cache import MAX_HOLES, RingLayer
+from streamllm_core.cache import MAX_HOLES
 from streamllm_core.kernels.scoring import Scoring
 from streamllm_core.kernels.sink_window_tiles import (
     MOST_SPLITS,
@@ -29,6 +29,7 @@ from streamllm_core.kernels.sink_window_tiles import (
     power_of_2,
 )
 from streamllm_core.layout import MicroBatch, Run
+from streamllm_core.ring import RingLayer
 
 BLOCK_FIELDS = 5 + 2 * MAX_HOLES  # first row, rows, position of the first row, slot, sinks, holes
 FAR = 2**31 - 1

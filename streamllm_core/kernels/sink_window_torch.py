@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from streamllm_core.cache import RingLayer
 from streamllm_core.kernels.scoring import Scoring
 from streamllm_core.layout import MicroBatch, Run
+from streamllm_core.ring import RingLayer
 
 # One product over several decoding streams reads their slots as one block; it may read this much more than needed.
 DECODE_WASTE = 1.3

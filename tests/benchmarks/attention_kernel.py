@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from streamllm_core.architectures import LayerGeometry
-from streamllm_core.cache import RingLayer
 from streamllm_core.kernels import sink_window
 from streamllm_core.kernels.scoring import Scoring
 from streamllm_core.kernels.sink_window_tiles import Tiles
 from streamllm_core.kv_storage import KVDtype, row_bytes
 from streamllm_core.layout import MicroBatch, Run
+from streamllm_core.ring import RingLayer
 
 HEADS, KV_HEADS, HEAD_DIM, WINDOW, LENGTH = 28, 4, 128, 2048, 10_000
 DTYPE, DEVICE = torch.bfloat16, torch.device("cuda", 0)

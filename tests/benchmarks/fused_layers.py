@@ -22,7 +22,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm, apply_rotary_
 
 from streamllm_core.bench.passes import LONG_AGO
 from streamllm_core.bench.shapes import Shape, random_model
-from streamllm_core.engine import UNLIMITED, EngineConfig
+from streamllm_core.engine_config import UNLIMITED, EngineConfig
 from streamllm_core.fusion import Kernels, kernels_for
 from streamllm_core.hardware import median_seconds
 from streamllm_core.kernels import sink_window, sink_window_torch

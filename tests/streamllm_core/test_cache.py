@@ -11,8 +11,9 @@ import torch
 
 from streamllm_core import NoFreeStream, Stream, StreamLLMError, WindowError
 from streamllm_core.architectures import LayerGeometry
-from streamllm_core.cache import MAX_HOLES, RingLayer, RollingCache
+from streamllm_core.cache import MAX_HOLES, RollingCache
 from streamllm_core.layout import MicroBatch, Run
+from streamllm_core.ring import RingLayer
 
 CPU = torch.device("cpu")
 ROLLING, SLIDING = LayerGeometry(True, 12), LayerGeometry(False, 5, "sliding_attention")

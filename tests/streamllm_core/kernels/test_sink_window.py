@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from streamllm_core.architectures import LayerGeometry
-from streamllm_core.cache import RingLayer
 from streamllm_core.kernels import sink_window, sink_window_torch
 from streamllm_core.kernels.scoring import Scoring
 from streamllm_core.kernels.sink_window_tiles import Card
 from streamllm_core.kv_storage import KVDtype, load, store
 from streamllm_core.layout import Run, micro_batches
+from streamllm_core.ring import RingLayer
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
