@@ -92,6 +92,7 @@ class Blueprint:
         )
         vocabulary, hidden = self.head.shape
         tile = self.head.nbytes(len(self.head.tiles[0]))
+        expanded = len(self.head.tiles[0]) * hidden * itemsize if self.head.format is not None and not on_cpu else 0
         head = self.head.nbytes(vocabulary)
         if on_cpu:  # everything is in RAM, expanded; a tied head is the embedding itself
             fixed += vocabulary * hidden * itemsize
@@ -103,5 +104,6 @@ class Blueprint:
             fixed=fixed,
             head=head,
             head_tile=tile,
+            head_workspace=expanded,
             itemsize=itemsize,
         )

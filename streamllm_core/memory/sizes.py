@@ -21,7 +21,7 @@ class ModelSizes:
     layers: each decoder layer as it is stored and travels.
     expanded: each decoder layer as it is computed with; differs from ``layers`` where weights are packed.
     kept: each decoder layer when it stays on the device: packed on a card, expanded in RAM.
-    workspace: room for the largest packed layer, expanded; 0 when none is packed.
+    workspace: room for the largest packed layer, or tile of the head, expanded; 0 when none is packed.
     fixed: what always stays on the device: norms, on a CPU the embedding, too.
     head: the output projection as it is stored; 0 where it shares the embedding's bytes.
     head_tile: one of the two blocks through which a head is streamed that does not stay; 0 where it must stay.
@@ -55,9 +55,11 @@ class ModelSizes:
         fixed: int,
         head: int,
         head_tile: int,
+        head_workspace: int,
         itemsize: int,
     ) -> ModelSizes:
-        """Sizes of a model whose decoder layers lie as ``layouts`` say."""
+        """Sizes of a model whose decoder layers lie as ``layouts`` say. ``head_workspace``: room that a tile of a packed
+        head needs, expanded; 0 when none is expanded."""
         layers = tuple(layout.nbytes for layout in layouts)
         expanded = tuple(layout.expanded.nbytes for layout in layouts)
         heads, kv_heads, head_dim = head_shape(config)
@@ -65,7 +67,7 @@ class ModelSizes:
             layers=layers,
             expanded=expanded,
             kept=expanded if kept_expanded else layers,
-            workspace=max((layout.expanded.nbytes for layout in layouts if layout.packed), default=0),
+            workspace=max([head_workspace, *(layout.expanded.nbytes for layout in layouts if layout.packed)]),
             fixed=fixed,
             head=head,
             head_tile=head_tile,

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from streamllm_core import AutoModel, BudgetError, EngineConfig
+from streamllm_core.bench.shapes import RandomSource, Shape
+from streamllm_core.blueprint import Blueprint
 from streamllm_core.hardware import LinkRates
 from streamllm_core.planning import ASSUMED, plan_model, with_rates
 from streamllm_core.weights.folder import FolderSource
@@ -105,3 +107,14 @@ def test_what_cannot_fit_is_refused_with_the_least_that_would(folders: Callable[
     assert "is the least" in done.stderr
     with pytest.raises(BudgetError):
         plan_model(folders(4), CONFIG, device="cpu", vram=1000)
+
+
+def test_the_workspace_holds_a_tile_of_a_packed_head_larger_than_any_layer(tmp_path: Path) -> None:
+    shape = Shape.of_width(2, 256)
+    cpu, card = torch.device("cpu"), torch.device("cuda", 0)
+    for quantize in (None, "int8"):
+        source = RandomSource(shape.config(), tmp_path, torch.bfloat16, cpu, quantize)
+        blueprint = Blueprint(source, shape.config(), card, torch.bfloat16, torch.bfloat16)
+        tile = len(blueprint.head.tiles[0]) * shape.hidden * 2
+        assert tile > max(blueprint.sizes.expanded)
+        assert blueprint.sizes.workspace == (tile if quantize else 0)
