@@ -263,6 +263,7 @@ def _silence_libraries() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "0" if sys.stderr.isatty() else "1")
     logging.captureWarnings(True)
+    logging.getLogger("streamllm_core").addHandler(logging.NullHandler())  # what users need to know, the reporter says
 
 
 def main() -> None:

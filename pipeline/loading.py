@@ -67,6 +67,8 @@ def load(config: RunConfig, reporter: Reporter) -> Loaded:
         )
     except ValueError as error:  # its word for a device, dtype or budget that cannot be
         raise UserError(str(error)) from error
+    for note in model.notes:
+        reporter.note(note)
     prompter = Prompter(model.tokenizer, pins=model.pins)
     if not model.pins:
         reporter.note(

@@ -82,6 +82,8 @@ class AutoModel:
         resident = None if isinstance(resident_layers, str) else resident_layers
         if resident is not None and resident < 0:
             raise ValueError(f"resident_layers must be at least 0, not {resident}")
+        if ram is not None and place.type == "cpu":
+            raise ValueError("ram is for layers on their way to a card; on the CPU the budget is vram")
         manager = sizing_manager(place, number, vram)
         source = open_source(name_or_path, revision=revision, token=token, dtype=number, packed=place.type == "cuda")
         if quantize is not None:
@@ -171,6 +173,12 @@ class StreamingModel:
     def head(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] → float32 logits [rows, vocabulary]."""
         return self._head.logits(hidden)
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know about how the model was loaded: layers that have no place in RAM."""
+        registry = self._loader.registry
+        return [registry.note] if registry is not None and registry.note else []
 
     def best(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] → the likeliest token of each row, int64 [rows]."""

@@ -224,7 +224,14 @@ def test_a_model_that_does_not_fit_is_refused(folders: Callable[[int], Path], vr
 
 @pytest.mark.parametrize(
     "options",
-    [{"resident_layers": -1}, {"resident_layers": "all"}, {"device": "tpu"}, {"dtype": "int8"}, {"vram": "much"}],
+    [
+        {"resident_layers": -1},
+        {"resident_layers": "all"},
+        {"device": "tpu"},
+        {"dtype": "int8"},
+        {"vram": "much"},
+        {"ram": "1GB"},
+    ],
 )
 def test_senseless_options_are_refused(folders: Callable[[int], Path], options: dict[str, Any]) -> None:
     with pytest.raises((ValueError, RuntimeError)):
