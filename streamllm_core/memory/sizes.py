@@ -58,8 +58,8 @@ class ModelSizes:
         head_workspace: int,
         itemsize: int,
     ) -> ModelSizes:
-        """Sizes of a model whose decoder layers lie as ``layouts`` say. ``head_workspace``: what a tile of a packed head
-        takes when it is expanded; 0 when none is."""
+        """Sizes of a model whose decoder layers lie as ``layouts`` say. ``head_workspace``: bytes of a tile of a packed
+        head when it is expanded; 0 when none is."""
         layers = tuple(layout.nbytes for layout in layouts)
         expanded = tuple(layout.expanded.nbytes for layout in layouts)
         heads, kv_heads, head_dim = head_shape(config)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from streamllm_core import AutoModel, BudgetError, EngineConfig, StreamingModel
+from streamllm_core.errors import ModelError
 from streamllm_core.hardware import LinkRates
 from streamllm_core.memory.arena import ALIGNMENT, ArenaLayout
 from streamllm_core.memory.budget import Demand, KVCacheSizingManager
@@ -234,7 +235,7 @@ def test_a_model_that_does_not_fit_is_refused(folders: Callable[[int], Path], vr
     ],
 )
 def test_senseless_options_are_refused(folders: Callable[[int], Path], options: dict[str, Any]) -> None:
-    with pytest.raises((ValueError, RuntimeError)):
+    with pytest.raises((ValueError, RuntimeError, ModelError)):
         AutoModel.from_pretrained(folders(4), **{"device": "cpu", **options})
 
 
