@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from streamllm_core.errors import ModelError
 
 SUPPORTED = frozenset(
@@ -54,6 +56,9 @@ REFUSED = {
     "opt": "it uses learned positions",
 }
 
+# Activations of these leave float16's range (65,504) in normal use; they were trained in bfloat16.
+OVERFLOWS_FLOAT16 = frozenset({"gemma2", "gemma3_text"})
+
 LAYER_TYPES = {"full_attention": False, "sliding_attention": True}
 
 
@@ -84,6 +89,15 @@ def check_supported(config: Any) -> None:
         raise ModelError(
             f"this '{kind}' checkpoint carries a quantization_config, which is not supported; "
             "use the unquantized checkpoint or a GGUF file."
+        )
+
+
+def check_range(config: Any, dtype: torch.dtype) -> None:
+    """Raise ModelError for a model that cannot be computed in ``dtype`` without overflow."""
+    if dtype == torch.float16 and config.model_type in OVERFLOWS_FLOAT16:
+        raise ModelError(
+            f"models of type '{config.model_type}' overflow in float16; use --dtype bfloat16 on a card that has it, "
+            "else float32."
         )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from streamllm_core.architectures import check_range
 from streamllm_core.checkpoint import Checkpoint
 from streamllm_core.head import tile_rows
 from streamllm_core.memory.arena import ArenaLayout
@@ -51,6 +52,7 @@ class Blueprint:
     ) -> None:
         """``rounded_to``: the type whose values the weights take. ``planned``: a format ("int8", "int4") that the
         weights are to be thought packed in, though the source has not packed them. Raises ModelError."""
+        check_range(config, dtype)
         self.source = source
         self.config = config
         self.device = device

@@ -13,10 +13,12 @@ import torch
 from streamllm_core import AutoModel, BudgetError, EngineConfig
 from streamllm_core.bench.shapes import RandomSource, Shape
 from streamllm_core.blueprint import Blueprint
+from streamllm_core.errors import ModelError
 from streamllm_core.hardware import LinkRates
 from streamllm_core.planning import ASSUMED, plan_model, with_rates
 from streamllm_core.weights.folder import FolderSource
 from tests.streamllm_core.test_commands import streamllm
+from tests.streamllm_core.tiny_models import save_tiny
 
 CONFIG = EngineConfig(window=60, sinks=4, excursion=20, streams=3)
 
@@ -118,3 +120,13 @@ def test_the_workspace_holds_a_tile_of_a_packed_head_larger_than_any_layer(tmp_p
         tile = len(blueprint.head.tiles[0]) * shape.hidden * 2
         assert tile > max(blueprint.sizes.expanded)
         assert blueprint.sizes.workspace == (tile if quantize else 0)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("gemma2", "bfloat16"), ("gemma3", "float32"), ("qwen2", "float16")])
+def test_models_that_overflow_in_float16_are_refused_there(tmp_path: Path, kind: str, dtype: str) -> None:
+    folder = save_tiny(kind, tmp_path)
+    card = {"device": "cuda", "vram": "600MB"} if not torch.cuda.is_available() else {"vram": "600MB"}
+    plan_model(folder, EngineConfig(window=20, streams=1), dtype=dtype, **card)  # type: ignore[arg-type]
+    if kind.startswith("gemma"):
+        with pytest.raises(ModelError, match=r"overflow in float16; use --dtype bfloat16"):
+            plan_model(folder, EngineConfig(window=20, streams=1), dtype="float16", **card)  # type: ignore[arg-type]
