@@ -16,6 +16,7 @@ from streamllm_core import AutoModel
 from streamllm_core.checkpoint import Checkpoint
 from streamllm_core.links import CudaLink, link_from_host
 from streamllm_core.memory.arena import ArenaLayout
+from streamllm_core.memory.machine import measured_rates
 from streamllm_core.memory.pinned import PinnedHostWeightRegistry
 from streamllm_core.memory.scratchpad import GPUScratchpadPool
 from streamllm_core.skeleton import Skeleton, read_config
@@ -48,6 +49,7 @@ def load_pinned(folder: Path, dtype: torch.dtype) -> tuple[int, object]:
 
 def main() -> None:
     folder, way, dtype = Path(sys.argv[1]), sys.argv[2], getattr(torch, sys.argv[3])
+    measured_rates(torch.device("cpu"), dtype)  # loads what products need, which is no part of the model
     before = memory("VmRSS")
     if way == "pinned":
         held, kept = load_pinned(folder, dtype)
