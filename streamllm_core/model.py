@@ -166,8 +166,8 @@ class StreamingModel:
     def forward(self, tokens: Sequence[int]) -> Tensor:
         """One pass over the weights for the pass in ``state``: hidden states [tokens, hidden] behind the final norm."""
         self.streamer.begin_pass()
-        # Through pageable memory: staged in page-locked memory, reading was 2 to 9 % slower on an H200, presumably because
-        # that copy stands in line behind the layers on their way.
+        # Through pageable memory: staged in page-locked memory, reading was 2 to 9 % slower on an H200, presumably
+        # because that copy stands in line behind the layers on their way.
         embedded = self._skeleton.embedding(torch.tensor(tokens))[None].to(self.device)
         return self._skeleton.hidden_states(embedded)[0]
 
