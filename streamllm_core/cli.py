@@ -121,7 +121,7 @@ def bench(
     the fullest passes of a plan against its prediction; with --documents a whole job against its roofline."""
     from streamllm_core.bench import job, passes, planned, plots
     from streamllm_core.bench.shapes import SHAPES, Shape, random_model
-    from streamllm_core.engine_config import UNLIMITED
+    from streamllm_core.memory.limits import UNLIMITED
 
     if model_shape is not None and model_shape not in SHAPES:
         raise ValueError(f"unknown shape '{model_shape}'; known: {', '.join(SHAPES)}")

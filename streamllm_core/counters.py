@@ -25,7 +25,11 @@ def counters(engine: Engine) -> dict[str, Any]:
         "tokens_read": engine.tokens_read,
         "tokens_generated": engine.tokens_generated,
         "tokens_per_pass": round(tokens / max(engine.passes, 1), 1),
-        "drafts": {"drafted": engine.tokens_drafted, "accepted": engine.tokens_accepted},
+        "drafts": {
+            "drafted": engine.tokens_drafted,
+            "accepted": engine.tokens_accepted,
+            "tokens_per_turn": round(engine.tokens_per_turn, 2),
+        },
         "link": {
             "streamed_layers": len(plan.placement.streamed),
             "head_streamed": not plan.placement.head_stays,

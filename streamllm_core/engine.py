@@ -13,10 +13,11 @@ from torch import Tensor
 from streamllm_core.architectures import head_shape, layer_geometries
 from streamllm_core.cache import RollingCache, Stream
 from streamllm_core.drafting import DEFAULT_DRAFTS, Drafter, NgramDrafter, adapted
-from streamllm_core.engine_config import UNLIMITED, EngineConfig
+from streamllm_core.engine_config import EngineConfig
 from streamllm_core.errors import WindowError
 from streamllm_core.layout import Run, micro_batches
 from streamllm_core.memory.budget import KVCacheSizingManager
+from streamllm_core.memory.limits import UNLIMITED
 from streamllm_core.request import Request
 from streamllm_core.rotary import Rotary
 from streamllm_core.scheduler import Work, add_drafts, plan_pass

@@ -13,7 +13,6 @@ from streamllm_core.drafting import DEFAULT_DRAFTS
 from streamllm_core.kv_storage import KVDtype
 from streamllm_core.memory.budget import Demand
 
-UNLIMITED = 2**62
 # What an engine takes when nothing else is asked for: streams, tokens in a pass, tokens in a layer.
 _MOST = {"cpu": (16, 1024, 512), "cuda": (128, 32_768, 4096)}
 

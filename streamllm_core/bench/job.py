@@ -77,18 +77,17 @@ def bench_job(model: StreamingModel, shape: Shape, config: EngineConfig, work: W
     engine = model.engine(config)
     # Kernels are compiled and libraries loaded, for windows that are not full and such that are.
     _run(engine, Work(min(2, engine.streams), config.window + engine.chunk_tokens, 3))
-    passes, moved = engine.passes, model.streamer.bytes_moved
+    passes, moved = engine.passes, model.bytes_moved
     start = time.perf_counter()
     sizes = _run(engine, work)
     seconds = time.perf_counter() - start
+    passes, moved = engine.passes - passes, model.bytes_moved - moved
     peak = 0
     if on_card:
         peak = torch.cuda.max_memory_allocated(model.device)
         torch.cuda.set_per_process_memory_fraction(1.0, model.device)  # the limits are measured outside the budget
     plan = engine.plan
     bandwidth = link_bandwidth(model) if model.streamer.order else float("inf")
-    moved = model.streamer.bytes_moved - moved
-    passes = engine.passes - passes
     del engine
     return JobTime(
         seconds=seconds,

@@ -51,14 +51,18 @@ class ComputeLimit:
 
     def at(self, tokens: int, sizes: Sequence[int], chunk: int) -> float:
         """Between the neighbours among ``sizes``, which are measured when first needed."""
+
+        def measured(size: int) -> float:
+            return self.measure(size, max(1, size // chunk))
+
         upper = bisect_left(sizes, tokens)
-        if upper == 0 or upper == len(sizes):
-            size = sizes[min(upper, len(sizes) - 1)]
-            return self.measure(size, max(1, size // chunk)) * (max(1.0, tokens / size))
+        if upper == 0:
+            return measured(sizes[0])
+        if upper == len(sizes):
+            return measured(sizes[-1]) * tokens / sizes[-1]
         low, high = sizes[upper - 1], sizes[upper]
         share = (tokens - low) / (high - low)
-        below, above = (self.measure(size, max(1, size // chunk)) for size in (low, high))
-        return below + share * (above - below)
+        return measured(low) + share * (measured(high) - measured(low))
 
     def _products(self, tokens: int) -> float:
         products = self._shape.products()

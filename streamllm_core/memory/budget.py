@@ -8,7 +8,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from streamllm_core.errors import BudgetError
-from streamllm_core.memory.limits import format_bytes
+from streamllm_core.memory.limits import UNLIMITED, format_bytes
 from streamllm_core.memory.plan import Batching, MemoryPlan, Placement, Prediction
 from streamllm_core.memory.sizes import ModelSizes
 
@@ -121,16 +121,10 @@ class KVCacheSizingManager:
 
     def _refusal(self, placements: list[Placement], demand: Demand) -> BudgetError:
         """Everything at its smallest, added up."""
-
-        def needed(placement: Placement) -> int:
-            least = min(_batchings(placement.sizes, demand, 2**62, FEWEST_TOKENS), key=_first_stream)
-            return self.slack + placement.total + _first_stream(least)
-
-        smallest = min(placements, key=needed)
-        sizes, batching = (
-            smallest.sizes,
-            min(_batchings(smallest.sizes, demand, 2**62, FEWEST_TOKENS), key=_first_stream),
-        )
+        smallest = min(placements, key=lambda placement: placement.total)
+        sizes = smallest.sizes
+        batching = min(_batchings(sizes, demand, UNLIMITED, FEWEST_TOKENS), key=_first_stream)
+        needed = self.slack + smallest.total + _first_stream(batching)
         parts = {
             "fixed weights": sizes.fixed,
             "head": smallest.head_bytes,
@@ -143,7 +137,7 @@ class KVCacheSizingManager:
         }
         sum_ = " + ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
         return BudgetError(
-            f"a budget of {format_bytes(self.budget)} does not suffice: {sum_} = {format_bytes(needed(smallest))} is "
+            f"a budget of {format_bytes(self.budget)} does not suffice: {sum_} = {format_bytes(needed)} is "
             "the least. Give at least that, or use a smaller window or quantized weights."
         )
 

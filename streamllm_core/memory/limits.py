@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+UNLIMITED = 2**62  # bytes; a budget that nothing exceeds
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 

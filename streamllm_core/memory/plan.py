@@ -115,11 +115,6 @@ class MemoryPlan:
         return self.placement.resident
 
     @property
-    def left(self) -> int:
-        """Bytes for caches and activations."""
-        return self.budget - self.slack - self.placement.total
-
-    @property
     def total(self) -> int:
         return self.slack + self.placement.total + self.batching.total
 

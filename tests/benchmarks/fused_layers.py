@@ -22,12 +22,13 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm, apply_rotary_
 
 from streamllm_core.bench.passes import LONG_AGO
 from streamllm_core.bench.shapes import Shape, random_model
-from streamllm_core.engine_config import UNLIMITED, EngineConfig
+from streamllm_core.engine_config import EngineConfig
 from streamllm_core.fusion import Kernels, kernels_for
 from streamllm_core.hardware import median_seconds
 from streamllm_core.kernels import sink_window, sink_window_torch
 from streamllm_core.kernels.scoring import Scoring
 from streamllm_core.layout import Run, micro_batches
+from streamllm_core.memory.limits import UNLIMITED
 from streamllm_core.model import StreamingModel
 
 SHAPE = Shape(1, 3584, 18_944, 28, 4, 1000)

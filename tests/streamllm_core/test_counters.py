@@ -23,6 +23,7 @@ def test_counters_tell_what_was_done(folders: Callable[[int], Path]) -> None:
     assert report["tokens_read"] == 2 * (30 + 2)
     assert report["tokens_generated"] == 6
     assert report["tokens_per_pass"] == round(70 / engine.passes, 1)
+    assert report["drafts"] == {"drafted": 0, "accepted": 0, "tokens_per_turn": 1.0}
     assert report["link"]["streamed_layers"] == 3
     assert report["link"]["bytes"] == before + engine.passes * model.streamer.bytes_per_pass
     assert report["link"]["bytes_per_pass"] == model.streamer.bytes_per_pass
